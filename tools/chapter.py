@@ -1,0 +1,43 @@
+"""Bring one chapter up to date: sync its pair, export its modules, run it, check it.
+
+    python tools/chapter.py NN
+
+Ends with the chapters that import its modules: they may have to be run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from chapters import ROOT, Chapter, dependents, find_chapters, main
+from check_cells import check_cells
+from check_prose import check_prose
+from execute import run_and_report
+from export import export
+from sync import sync
+
+
+def bring_up_to_date(chapter: Chapter) -> list[str]:
+    """Sync, export and run a chapter; return what is still wrong with it."""
+    print(sync(chapter) or f"{chapter.stem}: the pair is in step")
+    for line in export(chapter.root, [chapter.name]):
+        print(f"written: {line}")
+    run_and_report(chapter)
+    return [*check_cells(chapter), *check_prose(chapter)]
+
+
+def _run() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("chapters", nargs="+", metavar="NN", help="a number, an appendix (A1) or the stem of a lab")
+    options = parser.parse_args()
+    found: list[str] = []
+    for chapter in find_chapters(ROOT, options.chapters):
+        found += bring_up_to_date(chapter)
+        if others := dependents(chapter):
+            print(f"depend on it: {' '.join(other.stem for other in others)}")
+    print("\n".join(found) or "checked: nothing to mend")
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    main(_run)
