@@ -1,0 +1,280 @@
+# Exported from book/03_block_manager.py by tools/export.py; edit the chapter, not this file.
+"""Block tables, and the manager that keeps them in step with the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from paged_kv.block_pool import BlockPool, OutOfBlocks
+from paged_kv.sizing import at_least
+
+
+class BlockTables:
+    """One row of block ids a sequence, all rows in one matrix.
+
+    State
+        table           int32 [max_seqs, max_blocks]: the id of each logical block, else -1.
+        num_blocks      int32 [max_seqs]: logical blocks, those dropped in front included.
+        seq_lens        int32 [max_seqs]: tokens, -1 where the row is closed.
+        writable_until  int32 [max_seqs]: tokens to which the row may grow unasked.
+        guarded         rows whose tail must be looked at before they grow.
+    Invariant: a row names no block twice, and behind its last block stands -1.
+    Source: the block table of arXiv 2309.06180, section 4.2; one matrix for all rows as
+    in vllm/v1/worker/block_table.py.
+    """
+
+    def __init__(self, max_seqs: int, max_seq_len: int, block_size: int) -> None:
+        at_least(1, "max_seqs", max_seqs)
+        self.max_seq_len = at_least(1, "max_seq_len", max_seq_len)
+        self.block_size = at_least(1, "block_size", block_size)
+        self.table = np.full((max_seqs, -(-max_seq_len // block_size)), -1, np.int32)
+        self.num_blocks = np.zeros(max_seqs, np.int32)
+        self.seq_lens = np.full(max_seqs, -1, np.int32)
+        self.writable_until = np.full(max_seqs, -2, np.int32)
+        self.guarded: set[int] = set()
+        self._closed = list(range(max_seqs))[::-1]
+        self._checked_last = b""
+
+    def open(self) -> int:
+        """Open an empty row and return its index, the sequence's own for life."""
+        if not self._closed:
+            raise ValueError(f"max_seqs = {len(self.table)}: every row is in use")
+        row = self._closed.pop()
+        self.seq_lens[row] = self.writable_until[row] = 0
+        return row
+
+    def ids(self, row: int) -> list[int]:
+        """The blocks that `row` holds, first to last; dropped ones left out."""
+        self._check_open(row)
+        held: list[int] = self.table[row, : self.num_blocks[row]].tolist()
+        return [block for block in held if block >= 0]
+
+    def extend(self, row: int, ids: Sequence[int]) -> None:
+        """Put `ids` behind the last block of `row`."""
+        self._check_open(row)
+        start = int(self.num_blocks[row])
+        end = start + len(ids)
+        if end > self.table.shape[1]:
+            raise ValueError(f"ids: {end} blocks, but a row has {self.table.shape[1]} entries")
+        self.table[row, start:end] = ids
+        self.num_blocks[row] = end
+        self.writable_until[row] = min(end * self.block_size, self.max_seq_len)
+
+    def detach(self, row: int) -> list[int]:
+        """Close `row` and return the blocks it held, first to last; they are not released."""
+        ids = self.ids(row)
+        self.table[row, : self.num_blocks[row]] = -1
+        self.num_blocks[row] = 0
+        self.seq_lens[row], self.writable_until[row] = -1, -2
+        self.guarded.discard(row)
+        self._closed.append(row)
+        self._checked_last = b""
+        return ids
+
+    def _check_open(self, row: int) -> None:
+        if not (0 <= row < len(self.table) and self.seq_lens[row] >= 0):
+            raise ValueError(f"row = {row}: not an open row")
+
+    def replace(self, row: int, index: int, block: int) -> int:
+        """Put `block` at logical block `index` of `row`; return the id that stood there."""
+        self._check_open(row)
+        if not 0 <= index < self.num_blocks[row]:
+            raise ValueError(f"index = {index}: row {row} has {self.num_blocks[row]} blocks")
+        old = int(self.table[row, index])
+        self.table[row, index] = block
+        return old
+
+    def shrink(self, row: int, num_tokens: int) -> list[int]:
+        """Cut `row` to its first `num_tokens`; return the ids of the blocks it gives up."""
+        self._check_open(row)
+        if not 0 <= num_tokens <= self.seq_lens[row]:
+            raise ValueError(f"num_tokens = {num_tokens}: row {row} has {self.seq_lens[row]}")
+        keep = -(-num_tokens // self.block_size)
+        cut: list[int] = self.table[row, keep : self.num_blocks[row]].tolist()
+        self.table[row, keep : self.num_blocks[row]] = -1
+        self.num_blocks[row], self.seq_lens[row] = keep, num_tokens
+        self.guard(row)
+        return [block for block in cut if block >= 0]
+
+    def drop_front(self, row: int, count: int) -> list[int]:
+        """Forget the first `count` blocks of `row`, leaving -1; return the ids given up."""
+        self._check_open(row)
+        if not 0 <= count * self.block_size <= self.seq_lens[row]:
+            raise ValueError(f"count = {count}: row {row} has {self.seq_lens[row]} tokens")
+        dropped: list[int] = self.table[row, :count].tolist()
+        self.table[row, :count] = -1
+        return [block for block in dropped if block >= 0]
+
+    def guard(self, row: int) -> None:
+        """Have the next append to `row` ask first whether another row holds its tail."""
+        self._check_open(row)
+        self.guarded.add(row)
+        self.writable_until[row] = self.seq_lens[row]
+
+
+def slot_mapping(
+    table: NDArray[np.int32], rows: ArrayLike, positions: ArrayLike, block_size: int
+) -> NDArray[np.int64]:
+    """Slots of tokens: block id x block_size + offset, -1 where the row names no block.
+
+    Args: table int32 [max_seqs, max_blocks]; rows and positions int [n], one a token.
+    Returns: int64 [n].  64 bits since a pool may hold more than 2^31 elements.
+    """
+    at = np.asarray(positions, np.int64)
+    blocks = table[np.asarray(rows, np.int64), at // block_size].astype(np.int64)
+    return np.where(blocks < 0, -1, blocks * block_size + at % block_size)
+
+
+class BlockManager:
+    """Sequences over one pool of blocks: add, append, finish; each of them all or nothing.
+
+    State: `pool`, a BlockPool, and `tables`, a BlockTables; nothing besides.
+    Invariant I2: the count of a block is the number of rows that hold it.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, max_seqs: int, max_seq_len: int) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.tables = BlockTables(max_seqs, max_seq_len, block_size)
+        self.block_size = block_size
+
+    def add(self, num_tokens: int) -> int:
+        """Admit a sequence of `num_tokens` tokens and return its row.
+
+        Raises: OutOfBlocks; ValueError for a length that no row can hold, or no row left.
+        """
+        if at_least(0, "num_tokens", num_tokens) > self.tables.max_seq_len:
+            raise ValueError(f"num_tokens = {num_tokens}: at most {self.tables.max_seq_len}")
+        needed = -(-num_tokens // self.block_size)
+        if needed > self.pool.num_free:
+            raise OutOfBlocks(needed, self.pool.num_free)
+        row = self.tables.open()
+        self.tables.extend(row, self.pool.take(needed))
+        self.tables.seq_lens[row] = num_tokens
+        return row
+
+    def finish(self, row: int) -> None:
+        """Close `row` and give its blocks back in table order."""
+        self.pool.release(self.tables.detach(row))
+
+    def append(self, rows: ArrayLike, new_tokens: int | NDArray[np.integer[Any]] = 1) -> None:
+        """Give each of `rows` room for `new_tokens` tokens more, one number or one a row.
+
+        Raises, with nothing changed: OutOfBlocks; ValueError for a row that is not open,
+        named twice, would pass max_seq_len or would write a block that others hold.
+        """
+        tables = self.tables
+        rows = checked_rows(tables, rows)
+        if (new_tokens if isinstance(new_tokens, int) else np.min(new_tokens, initial=0)) < 0:
+            raise ValueError(f"new_tokens = {new_tokens}: must not be negative")
+        ends = tables.seq_lens[rows] + new_tokens
+        beyond = (ends > tables.writable_until[rows]).nonzero()[0]
+        if len(beyond):
+            self._grow(rows[beyond], ends[beyond].tolist())
+        tables.seq_lens[rows] = ends
+
+    def blocks_needed(self, rows: ArrayLike, new_tokens: ArrayLike = 1) -> int:
+        """Blocks that `rows` need, all together, to take `new_tokens` tokens more each."""
+        rows = checked_rows(self.tables, rows)
+        ends = self.tables.seq_lens[rows] + np.asarray(new_tokens)
+        return sum(self._missing(rows, ends.tolist()))
+
+    def _missing(self, rows: NDArray[np.int64], ends: list[int]) -> list[int]:
+        held = self.tables.num_blocks[rows].tolist()
+        return [-(-end // self.block_size) - have for end, have in zip(ends, held, strict=True)]
+
+    def _grow(self, rows: NDArray[np.int64], ends: list[int]) -> None:
+        tables = self.tables
+        if max(ends) > tables.max_seq_len:
+            raise ValueError(f"new_tokens: {max(ends)}, a row holds {tables.max_seq_len} tokens")
+        guarded = tables.guarded.intersection(rows.tolist()) if tables.guarded else set()
+        refuse_shared_tails(self.pool, tables, guarded)
+        missing = self._missing(rows, ends)
+        extend_each(tables, rows, missing, self.pool.take(sum(missing)))
+        tables.guarded -= guarded
+
+    def check(self) -> None:
+        """Assert I1, I2, I3 and the form of every row.  O(max_seqs x max_blocks), for tests."""
+        self.pool.check()
+        tables = self.tables
+        counts = np.zeros(self.pool.num_blocks, np.int64)
+        for row in range(len(tables.table)):
+            used, length = tables.num_blocks[row], tables.seq_lens[row]
+            assert (tables.table[row, used:] == -1).all(), f"row {row}: an id behind its end"
+            if length < 0:
+                assert used == 0, f"row {row} is closed but holds blocks"
+                continue
+            ids = tables.ids(row)
+            assert len(set(ids)) == len(ids), f"row {row} names a block twice"
+            assert used * self.block_size >= length, f"row {row}: a token has no block"
+            counts[ids] += 1
+        assert (counts == self.pool.ref_count).all(), f"I2: rows {counts}, {self.pool.ref_count}"
+        for row in np.flatnonzero(tables.seq_lens % self.block_size > 0).tolist():
+            tail = tables.table[row, tables.seq_lens[row] // self.block_size]
+            free_to_write = tables.writable_until[row] > tables.seq_lens[row]
+            shared = tail >= 0 and counts[tail] > 1
+            assert not (shared and free_to_write), f"I3: row {row} may write shared block {tail}"
+
+    def snapshot(self, names: Mapping[str, int]) -> dict[str, Any]:
+        """The state in plain Python, for `draw`; `names` maps the name of a sequence to its row."""
+        return {
+            "block_size": self.block_size,
+            "num_blocks": self.pool.num_blocks,
+            "free": self.pool.free_ids(),
+            "tables": {name: self.tables.ids(row) for name, row in names.items()},
+            "seq_lens": {name: int(self.tables.seq_lens[row]) for name, row in names.items()},
+            "ref_counts": self.pool.ref_count.tolist(),
+        }
+
+    def __repr__(self) -> str:
+        open_rows = np.flatnonzero(self.tables.seq_lens >= 0).tolist()
+        rows = ", ".join(f"{row}: {self.tables.ids(row)}" for row in open_rows)
+        return f"BlockManager: {{{rows}}}, free {self.pool.free_ids()}"
+
+
+def checked_rows(tables: BlockTables, rows: ArrayLike) -> NDArray[np.int64]:
+    """`rows` as int64 [n]; ValueError unless all are open and none is named twice."""
+    rows = np.asarray(rows, np.int64)
+    if not rows.ndim:
+        rows = rows[None]
+    batch = rows.tobytes()
+    if batch != tables._checked_last:
+        named = rows.tolist()
+        for row in named:
+            tables._check_open(row)
+        if len(set(named)) != len(named):
+            raise ValueError(f"rows: {named} names a row twice")
+        tables._checked_last = batch
+    return rows
+
+
+def refuse_shared_tails(pool: BlockPool, tables: BlockTables, rows: set[int]) -> None:
+    """ValueError if one of `rows` would write a block that another row holds (I3)."""
+    for row in rows:
+        index, offset = divmod(int(tables.seq_lens[row]), tables.block_size)
+        block = tables.table[row, index] if offset else -1
+        if block >= 0 and pool.ref_count[block] > 1:
+            raise ValueError(f"rows: row {row} would write block {block}, held by others too")
+
+
+def extend_each(
+    tables: BlockTables, rows: NDArray[np.int64], counts: list[int], ids: list[int]
+) -> None:
+    """Put the next `counts[i]` of `ids` behind the last block of `rows[i]`."""
+    held = tables.num_blocks[rows]
+    if len(rows) > 16 and len(ids) == len(rows) and min(counts) == 1:
+        tables.table[rows, held] = ids
+        held += 1
+        tables.num_blocks[rows] = held
+        tables.writable_until[rows] = np.minimum(held * tables.block_size, tables.max_seq_len)
+        return
+    taken = iter(ids)
+    for row, start, count in zip(rows.tolist(), held.tolist(), counts, strict=True):
+        end = start + count
+        for index in range(start, end):
+            tables.table[row, index] = next(taken)
+        tables.num_blocks[row] = end
+        tables.writable_until[row] = min(end * tables.block_size, tables.max_seq_len)
