@@ -23,6 +23,7 @@ HTML  := _build/html
 STARTED := $(shell date +%s)
 
 export OMP_NUM_THREADS ?= 1
+export PYTHONHASHSEED := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
@@ -113,7 +114,8 @@ check: lint  ## in seconds: lint, types, pairs in step, package equal to its cha
 	$(PY) tools/export.py --check
 
 gpu:  ## run the GPU tests on a machine with CUDA (GPU_PYTHON=python3)
-	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "no CUDA device here")'
+	@$(GPU_PYTHON) -c 'import torch; raise SystemExit(not torch.cuda.is_available())' 2>/dev/null || \
+	  { echo "$(GPU_PYTHON) has no torch that sees a CUDA device: make gpu GPU_PYTHON=..."; exit 2; }
 	$(call stage,gpu tests) \
 	PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) -m pytest tests/gpu
 
@@ -125,7 +127,7 @@ lock: $(READY)  ## write constraints.txt anew from what is installed
 
 .PHONY: clean clean-all
 clean:  ## remove what was built; keep .venv and the model
-	rm -rf _build book/_generated .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf _build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 clean-all: clean  ## remove .venv and the model as well

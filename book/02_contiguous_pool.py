@@ -263,13 +263,10 @@ class ContiguousPool(ContiguousPool):  # type: ignore
         """Sort the slots by use, given how many tokens each request will hold at its end."""
         later = never = rounding = 0
         for name, run in self._runs.items():
-            if not self._used[name] <= final_lens.get(name, -1) <= run.asked:
-                raise ValueError(
-                    f"final_lens[{name!r}] = {final_lens.get(name)}: a length from "
-                    f"{self._used[name]} to {run.asked} is needed"
-                )
-            later += final_lens[name] - self._used[name]
-            never += run.asked - final_lens[name]
+            used, end = self._used[name], final_lens.get(name, -1)
+            if not used <= end <= run.asked:
+                raise ValueError(f"final_lens[{name!r}] = {end}: {used} to {run.asked} is needed")
+            later, never = later + end - used, never + run.asked - end
             rounding += run.given - run.asked
         return SlotSplit(sum(self._used.values()), later, never, rounding, self.free_slots)
 
@@ -280,11 +277,9 @@ class ContiguousPool(ContiguousPool):  # type: ignore
 
     def check(self) -> None:
         """Assert P1, P2 and P3; O(n log n) in the number of pieces."""
-        runs = [(run.start, run.given) for run in self._runs.values()]
-        end = 0
+        runs, end = [(run.start, run.given) for run in self._runs.values()], 0
         for start, length in sorted([*self._free.items(), *runs]):
-            assert length > 0, f"P1: the piece at {start} is empty"
-            assert start == end, f"P1: slot {min(start, end)} is lost or held twice"
+            assert start == end < start + length, f"P1: slot {min(start, end)} lost or held twice"
             end = start + length
         assert end == self.num_slots, f"P1: pieces end at {end}, the pool at {self.num_slots}"
         for name, run in self._runs.items():
@@ -295,16 +290,13 @@ class ContiguousPool(ContiguousPool):  # type: ignore
             assert self._free.get(other) != size, f"P3: {start} and {other} could be one piece"
 
     def __repr__(self) -> str:
-        head = f"{self.fit} fit, {self.num_slots:,} slots, {self.free_slots:,} free"
-        head += f", longest run {self.largest_free_run:,}"
-        if self.num_slots > 96:
-            return head
+        free = f"{self.free_slots:,} free, longest run {self.largest_free_run:,}"
+        head = f"{self.fit} fit, {self.num_slots:,} slots, {free}"
         marks = "." * self.num_slots
         for name, run in self._runs.items():
-            used = self._used[name]
-            own = name[:1].ljust(1, "?") * used + "-" * (run.asked - used)
+            own = (name[:1].ljust(1, "?") * self._used[name]).ljust(run.asked, "-")
             marks = marks[: run.start] + own.ljust(run.given, "+") + marks[run.start + run.given :]
-        return f"{head}\n{marks}"
+        return head if self.num_slots > 96 else f"{head}\n{marks}"
 
 # %% [markdown]
 # ## A hole that is too short
@@ -786,7 +778,7 @@ reserving = served(ContiguousPool(num_slots), [(str(i), 8192) for i in range(500
 held = int(lengths[:reserving].sum())
 count, allocated, used = admitted_in_blocks(lengths, num_slots, 16)
 empty = allocated - used
-print(f"16 GiB = {num_slots:,} slots")
+print(f"16 GiB: {num_slots:,} slots")
 print(f"reserving 8,192: {reserving} requests, {100 * held / num_slots:.1f} % of the slots used")
 print(f"blocks of 16:    {count} requests, {count / reserving:.1f} times as many;",
       f"{allocated:,} slots, {empty} ({100 * empty / allocated:.1f} %) empty")
@@ -879,7 +871,8 @@ assert served(with_holes("best", 8, 7), requests) == 3
 # %% tags=["hide-input"]
 slots = 8192 - 500
 print(f"{slots * llama_8b.bytes_per_token / MiB} MiB, {100 * slots / 8192:.1f} %;",
-      f"{llama_8b.bytes_per_token // 1024} KiB a slot,", f"{llama_8b.bytes_for(8192) // GiB} GiB in all")
+      f"{llama_8b.bytes_per_token // 1024} KiB a slot,",
+      f"{llama_8b.bytes_for(8192) // GiB} GiB in all")
 assert slots * llama_8b.bytes_per_token == 961.5 * MiB
 
 # %% [markdown]

@@ -113,13 +113,10 @@ class ContiguousPool:
         """Sort the slots by use, given how many tokens each request will hold at its end."""
         later = never = rounding = 0
         for name, run in self._runs.items():
-            if not self._used[name] <= final_lens.get(name, -1) <= run.asked:
-                raise ValueError(
-                    f"final_lens[{name!r}] = {final_lens.get(name)}: a length from "
-                    f"{self._used[name]} to {run.asked} is needed"
-                )
-            later += final_lens[name] - self._used[name]
-            never += run.asked - final_lens[name]
+            used, end = self._used[name], final_lens.get(name, -1)
+            if not used <= end <= run.asked:
+                raise ValueError(f"final_lens[{name!r}] = {end}: {used} to {run.asked} is needed")
+            later, never = later + end - used, never + run.asked - end
             rounding += run.given - run.asked
         return SlotSplit(sum(self._used.values()), later, never, rounding, self.free_slots)
 
@@ -130,11 +127,9 @@ class ContiguousPool:
 
     def check(self) -> None:
         """Assert P1, P2 and P3; O(n log n) in the number of pieces."""
-        runs = [(run.start, run.given) for run in self._runs.values()]
-        end = 0
+        runs, end = [(run.start, run.given) for run in self._runs.values()], 0
         for start, length in sorted([*self._free.items(), *runs]):
-            assert length > 0, f"P1: the piece at {start} is empty"
-            assert start == end, f"P1: slot {min(start, end)} is lost or held twice"
+            assert start == end < start + length, f"P1: slot {min(start, end)} lost or held twice"
             end = start + length
         assert end == self.num_slots, f"P1: pieces end at {end}, the pool at {self.num_slots}"
         for name, run in self._runs.items():
@@ -145,16 +140,13 @@ class ContiguousPool:
             assert self._free.get(other) != size, f"P3: {start} and {other} could be one piece"
 
     def __repr__(self) -> str:
-        head = f"{self.fit} fit, {self.num_slots:,} slots, {self.free_slots:,} free"
-        head += f", longest run {self.largest_free_run:,}"
-        if self.num_slots > 96:
-            return head
+        free = f"{self.free_slots:,} free, longest run {self.largest_free_run:,}"
+        head = f"{self.fit} fit, {self.num_slots:,} slots, {free}"
         marks = "." * self.num_slots
         for name, run in self._runs.items():
-            used = self._used[name]
-            own = name[:1].ljust(1, "?") * used + "-" * (run.asked - used)
+            own = (name[:1].ljust(1, "?") * self._used[name]).ljust(run.asked, "-")
             marks = marks[: run.start] + own.ljust(run.given, "+") + marks[run.start + run.given :]
-        return f"{head}\n{marks}"
+        return head if self.num_slots > 96 else f"{head}\n{marks}"
 
 
 def _powers(num_slots: int) -> dict[int, int]:

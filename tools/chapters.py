@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -75,7 +76,9 @@ class Chapter:
 
     def cells(self) -> list[Cell]:
         """The cells of the .py, or of the notebook where there is no .py."""
-        return as_cells(read_py(self.py) if self.py.exists() else read_ipynb(self.ipynb))
+        if self.py.exists():
+            return list(percent_cells(self.py.read_text(encoding="utf-8")))
+        return as_cells(read_ipynb(self.ipynb))
 
     def where(self, index: int, cell: Cell) -> str:
         """How an error names a cell: chapter, number from 1, first line."""
@@ -114,6 +117,12 @@ def _named(chapters: list[Chapter], word: str) -> list[Chapter]:
 def parse_py(text: str) -> NotebookNode:
     """A notebook without outputs from percent-format text."""
     return _without_empty_cells(jupytext.reads(text, fmt="py:percent"))
+
+
+@functools.lru_cache(maxsize=128)
+def percent_cells(text: str) -> tuple[Cell, ...]:
+    """The cells in percent-format text; jupytext takes a third of a second for a chapter, so they are kept."""
+    return tuple(as_cells(parse_py(text)))
 
 
 def to_percent(notebook: NotebookNode, root: Path) -> str:

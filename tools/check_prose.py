@@ -142,7 +142,7 @@ LIBRARIES = {
     "np": "numpy", "numpy": "numpy", "torch": "torch", "transformers": "transformers", "plt": "matplotlib.pyplot",
     "triton": "triton", "tl": "triton.language", "F": "torch.nn.functional", "matplotlib": "matplotlib",
 }  # fmt: skip
-LOOKS_LIKE_CODE = re.compile(r"[_.()\[\]=]|[a-z][A-Z]|[A-Z]{2,}[a-z]{2}|^--|/")
+LOOKS_LIKE_CODE = re.compile(r"[_.()\[\]=]|[a-z][A-Z]|[A-Z]{2,}[a-z]{2}|(?:^|\s)--|/")
 FILE = re.compile(r"[\w./*-]+\.(?:py|ipynb|json|md|toml|cfg|txt|yml|yaml|css|js|cpp|cu|cuh|h|gguf|safetensors)")
 SOURCES = ("tools", "tests", "benchmarks")
 PLAIN_FILES = ("Makefile", "pyproject.toml", "_config.yml", ".ci/run")
@@ -244,25 +244,31 @@ def code_spans(markdown: str) -> Iterator[str]:
 
 def unknown_names(span: str, known: Known) -> list[str]:
     """The parts of a backticked span that look like code and exist nowhere."""
-    if any(fnmatchcase(span, pattern) for pattern in known.allowed) or not LOOKS_LIKE_CODE.search(span):
+    if any(fnmatchcase(span, pattern) for pattern in known.allowed):
         return []
     if made := re.fullmatch(r"make ([a-z-]+)(?: .*)?", span):
         return [] if re.search(rf"(?m)^{made[1]}:", known.text) else [span]
-    if ("/" in span and re.fullmatch(r"[\w.*/-]+", span)) or FILE.fullmatch(span):
+    if not LOOKS_LIKE_CODE.search(span):
+        return []
+    if FILE.fullmatch(span) or re.fullmatch(r"\.?[\w.*-]+(?:/[\w.*-]*)+", span):
         return [] if _is_file(span, known) else [span]
     words = re.sub(r"\"[^\"]*\"|'[^']*'", " ", span)
     options = re.findall(r"(?<!\S)--[a-z][\w-]+", words)
-    unknown = [option for option in options if option not in known.text]
+    # An option may be written out, or stand for an argument of the same name.
+    unknown = [
+        option for option in options if option not in known.text and option[2:].replace("-", "_") not in known.words
+    ]
     for dotted in re.findall(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", re.sub(r"(?<!\S)--[a-z][\w-]+", " ", words)):
         unknown += _unknown_parts(dotted, known)
     return unknown
 
 
 def _is_file(span: str, known: Known) -> bool:
-    names = {span.removeprefix("./").rstrip("/"), span.removeprefix("./").rstrip("/") + ".py"}
-    return bool(names & known.files) or any(
-        fnmatchcase(file, span) for file in known.files if "*" in span
-    ) or all(word in known.words for word in re.findall(r"[A-Za-z_]\w*", span) if not FILE.fullmatch(span))
+    name = span.removeprefix("./").rstrip("/")
+    if name in known.files or any(fnmatchcase(file, name) for file in known.files if "*" in name):
+        return True
+    # `heads/ranks` is a division, not a path.
+    return not FILE.fullmatch(span) and all(word in known.words for word in re.findall(r"[A-Za-z_]\w*", span))
 
 
 def _unknown_parts(dotted: str, known: Known) -> list[str]:
@@ -272,9 +278,9 @@ def _unknown_parts(dotted: str, known: Known) -> list[str]:
     if parts[0] in LIBRARIES and len(parts) > 1:
         return [] if importable(LIBRARIES[parts[0]], tuple(parts[1:])) else [dotted]
     for owner, member in itertools.pairwise(parts):
-        if owner in known.members and member not in known.members[owner] and not member.startswith("__"):
+        if owner in known.members and member not in known.members[owner] | {"__init__"}:
             return [dotted]
-    bad = [part for part in parts if len(part) > 2 and part not in known.words]
+    bad = [part for part in parts if len(part) > 2 and part not in known.words and not part.startswith("__")]
     return [part for part in bad if not any(fnmatchcase(part, pattern) for pattern in known.allowed)]
 
 
@@ -307,13 +313,15 @@ def dead_names(chapter: Chapter, notebook: NotebookNode) -> list[str]:
 
 def check_prose(chapter: Chapter) -> list[str]:
     """Everything that a chapter's prose says and its code does not."""
+    if not chapter.ipynb.exists():
+        return []  # check_cells says so
     notebook = read_ipynb(chapter.ipynb)
     return [*loose_numbers(chapter, notebook), *dead_names(chapter, notebook)]
 
 
 def report(chapters: Sequence[Chapter]) -> Iterable[str]:
     """The problems of several chapters."""
-    return [line for chapter in chapters if chapter.ipynb.exists() for line in check_prose(chapter)]
+    return [line for chapter in chapters for line in check_prose(chapter)]
 
 
 def _run() -> int:

@@ -159,13 +159,22 @@ def normalise(outputs: Sequence[NotebookNode], count: int | None) -> list[Notebo
             output.execution_count = count
         if output.output_type == "error":
             output.traceback = [f"{output.ename}: {output.evalue}"]
-        earlier = stored[-1] if stored else None
-        joins = earlier and output.output_type == "stream" == earlier.output_type and earlier.name == output.name
-        if earlier and joins:
-            earlier.text += output.text
-        else:
+        earlier = _open_stream(stored, output.name) if output.output_type == "stream" else None
+        if earlier is None:
             stored.append(output)
+        else:
+            earlier.text += output.text
     return stored
+
+
+def _open_stream(stored: Sequence[NotebookNode], name: str) -> NotebookNode | None:
+    """The stream that text under this name goes on with: how two streams interleave is a matter of luck."""
+    for output in reversed(stored):
+        if output.output_type != "stream":
+            return None
+        if output.name == name:
+            return output
+    return None
 
 
 # ------------------------------------------------------------------------------------------ GPU cells
@@ -226,9 +235,10 @@ def settle_gpu_cells(chapter: Chapter, notebook: NotebookNode, records: Mapping[
     for index, prints in fingerprints(chapter, cells).items():
         cell = notebook.cells[index]
         cell.outputs = [output for output in cell.outputs if "gpu" not in output.get("metadata", {})]
-        state = gpu_state(record, cell.id, prints) if cell.outputs or record else "awaiting"
+        # A cell that was cleared has no count; it waits even when its code is again what was recorded.
+        state = gpu_state(record, cell.id, prints) if cell.execution_count is not None else "awaiting"
         if state == "awaiting":
-            cell.outputs = []
+            cell.outputs, cell.execution_count = [], None
         if state != "current":
             cell.outputs.insert(0, banner(state, record.get("device", "a GPU")))
             pending.append(f"{chapter.where(index, cells[index])}: {state}")
@@ -286,9 +296,12 @@ def execute(chapter: Chapter, check: bool = False) -> tuple[list[str], list[str]
     if not chapter.ipynb.exists():
         raise BookError(f"{chapter.stem}: no notebook yet; run tools/sync.py first")
     stored = read_ipynb(chapter.ipynb)
+    before = as_cells(stored)
     has_gpu = any(cell.cell_type == "code" and is_gpu(cell) for cell in stored.cells)
     device = cuda() if has_gpu else None
     fresh = run_notebook(chapter, stored, skip_gpu=has_gpu and device is None)
+    if as_cells(read_ipynb(chapter.ipynb)) != before:
+        raise BookError(f"{chapter.stem}: its cells were edited while it ran; nothing is written, run it again")
     if device and not check:
         record_gpu_run(chapter, fresh, device)
     pending = [] if device or not has_gpu else settle_gpu_cells(chapter, fresh, read_records(chapter.root))

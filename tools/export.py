@@ -5,6 +5,9 @@
 The result reads as if written by hand: docstring, imports sorted on top, a class that its chapter re-opens
 (`class X(X):`) folded into one.  A module that uses a name of another module of its chapter imports it from there;
 names that the chapter had imported elsewhere are imported too.  paged_kv/__init__.py is written from all of them.
+
+A trap that no tool can spring for you: in a notebook, an object made before its class is re-opened keeps the old class.
+Make it anew after the re-opening.
 """
 
 from __future__ import annotations
@@ -188,8 +191,9 @@ def _body_text(node: ast.ClassDef, body: Sequence[ast.stmt], text: str) -> str:
     skip = node.body[0].end_lineno if node.body[0] is not body[0] else _header_end(node)
     first = top + (skip or node.lineno) - node.lineno + 1
     above = [f"    {line}".rstrip() for line in lines[:top] if line.strip()]
-    rest = [line if not line.startswith("#") else f"    {line}" for line in lines[first:]]
-    return "\n".join([*above, *rest]).strip("\n")
+    last = top + (node.end_lineno or node.lineno) - node.lineno + 1
+    behind = [f"    {line}".rstrip() for line in lines[last:]]
+    return "\n".join([*above, *lines[first:last], *behind]).strip("\n")
 
 
 def _header_end(node: ast.ClassDef) -> int:
@@ -343,18 +347,23 @@ def refuse_cycles(links: Mapping[str, set[str]], chapter: Chapter) -> None:
                 waiting += links.get(name, set())
 
 
+def draft(chapter: Chapter) -> tuple[dict[str, str], dict[str, Module]]:
+    """The text of every module of a chapter as `finish` takes it, and the modules."""
+    modules = collect(chapter)
+    refuse_cycles({name: set(sibling_imports(m, modules).values()) for name, m in modules.items()}, chapter)
+    borrowed = chapter_imports(chapter.cells()) if modules else {}
+    return {name: assemble(m, modules, borrowed) for name, m in modules.items()}, modules
+
+
 def tangle(chapter: Chapter) -> dict[str, str]:
     """The text of every module of a chapter, finished."""
-    modules = collect(chapter)
-    if not modules:
-        return {}
-    refuse_cycles({name: set(sibling_imports(m, modules).values()) for name, m in modules.items()}, chapter)
-    borrowed = chapter_imports(chapter.cells())
-    return finish({name: assemble(m, modules, borrowed) for name, m in modules.items()}, modules)
+    return finish(*draft(chapter))
 
 
 def finish(drafts: Mapping[str, str], modules: Mapping[str, Module]) -> dict[str, str]:
     """Let ruff sort and prune the imports and format; refuse names that nothing defines."""
+    if not drafts:
+        return {}
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder) / PACKAGE
         package.mkdir()
@@ -469,16 +478,17 @@ def expected(root: Path, chosen: Sequence[Chapter]) -> dict[str, str]:
     Chapters that are not chosen speak for __init__ with what they last exported.
     """
     texts: dict[str, str] = {}
-    wanted: dict[str, str] = {}
+    modules: dict[str, Module] = {}
     chapter_of: dict[str, str] = {}
     for chapter in find_chapters(root):
-        own = tangle(chapter) if chapter in chosen else _as_on_disk(chapter)
+        own, fresh = draft(chapter) if chapter in chosen else (_as_on_disk(chapter), {})
         for name, text in own.items():
             if name in texts:
                 raise BookError(f"{chapter.stem}: module {name} is exported by {chapter_of[name]} already")
             texts[name], chapter_of[name] = text, chapter.stem
-        wanted |= own if chapter in chosen else {}
-    return {**wanted, "__init__": package_init(texts, chapter_of)}
+        modules |= fresh
+    wanted = finish({name: texts[name] for name in modules}, modules)
+    return {**wanted, "__init__": package_init(texts | wanted, chapter_of)}
 
 
 def _as_on_disk(chapter: Chapter) -> dict[str, str]:

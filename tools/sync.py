@@ -28,7 +28,7 @@ from chapters import (
     from_head,
     main,
     parse_ipynb,
-    parse_py,
+    percent_cells,
     read_ipynb,
     read_py,
     to_percent,
@@ -51,7 +51,7 @@ def head_cells(chapter: Chapter) -> tuple[list[Cell] | None, list[Cell] | None]:
     py = from_head(chapter.root, f"{chapter.name}.py")
     ipynb = from_head(chapter.root, f"{chapter.name}.ipynb")
     return (
-        None if py is None else as_cells(parse_py(py)),
+        None if py is None else list(percent_cells(py)),
         None if ipynb is None else as_cells(parse_ipynb(ipynb)),
     )
 
@@ -84,7 +84,7 @@ def winner(chapter: Chapter) -> str:
         return "py"
     if not chapter.py.exists():
         return "ipynb"
-    py, ipynb = as_cells(read_py(chapter.py)), as_cells(read_ipynb(chapter.ipynb))
+    py, ipynb = chapter.cells(), as_cells(read_ipynb(chapter.ipynb))
     if py == ipynb:
         return ""
     head = head_cells(chapter)
@@ -125,8 +125,8 @@ def match(old: Sequence[Cell], new: Sequence[Cell]) -> list[tuple[int | None, bo
     Tags do not count: they change how an output is shown, not what it is.
     """
     found: list[tuple[int | None, bool]] = [(None, False)] * len(new)
-    keys = [[(cell.kind, cell.source) for cell in cells] for cells in (old, new)]
-    matcher = difflib.SequenceMatcher(None, *keys, autojunk=False)
+    old_keys, new_keys = ([(cell.kind, cell.source) for cell in cells] for cells in (old, new))
+    matcher = difflib.SequenceMatcher(None, old_keys, new_keys, autojunk=False)
     for kind, a, b, c, d in matcher.get_opcodes():
         if kind in {"equal", "replace"}:
             for i, j in zip(range(a, b), range(c, d), strict=False):
@@ -149,9 +149,9 @@ def merge(cells: NotebookNode, old: NotebookNode | None, stem: str) -> NotebookN
         if source.tags:
             cell.metadata.tags = list(source.tags)
         if source.kind == "code":
-            keep = before is not None and same
-            cell.outputs = deepcopy(before.outputs) if keep else []
-            cell.execution_count = before.execution_count if keep else None
+            kept = before if same else None
+            cell.outputs = deepcopy(kept.outputs) if kept else []
+            cell.execution_count = kept.execution_count if kept else None
         merged.cells.append(cell)
     return merged
 
@@ -185,8 +185,8 @@ def as_percent(notebook: NotebookNode, old: NotebookNode | None, root: Path) -> 
             cell.outputs, cell.execution_count = [], None
         plain.cells.append(cell)
     text = to_percent(plain, root)
-    if as_cells(parse_py(text)) != sources:
-        shown = show_difference(as_cells(parse_py(text)), sources)
+    if list(percent_cells(text)) != sources:
+        shown = show_difference(percent_cells(text), sources)
         raise BookError(f"the percent format cannot hold these cells of the notebook:\n{shown}")
     return text
 
@@ -201,7 +201,7 @@ def sync(chapter: Chapter, take: str = "", check: bool = False) -> str:
         write_ipynb(chapter.ipynb, merge(read_py(chapter.py), old, chapter.stem))
     elif side == "ipynb":
         _take_notebook(chapter)
-    remember(chapter, as_cells(read_py(chapter.py)))
+    remember(chapter, chapter.cells())
     return f"{chapter.stem}: taken from the .{side}" if side else ""
 
 
