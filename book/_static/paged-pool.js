@@ -158,7 +158,7 @@
 
     /** Room for `tokens` more.  A shared tail is copied first, into the front block of the queue. */
     write(chat, tokens) {
-      if (tokens === 0) return { taken: [], copies: [] };
+      if (tokens === 0) return { taken: [], copies: [], tail: -1 };
       const table = this.tables.get(chat);
       const end = this.lengths.get(chat) + tokens;
       const shared = this.sharedTail(chat);
@@ -171,9 +171,10 @@
         table[shared] = ids[0];
       }
       const taken = ids.slice(copying);
+      const tail = this.lengths.get(chat) % this.blockSize ? table[table.length - 1] : -1;
       table.push(...taken);
       this.lengths.set(chat, end);
-      return { taken, copies };
+      return { taken, copies, tail };
     }
 
     finish(chat) {
@@ -428,9 +429,10 @@
     }
     if (kind === "forked") return `${chat} shares ${list(note.shared)} with ${note.parent}, nothing copied`;
     if (kind === "left") return `${chat} leaves the queue`;
-    const parts = note.copies.map(([from, to]) => `copy-on-write: ${chat} copies shared block ${from} to ${to}`);
-    if (note.taken.length) parts.push(`${chat} takes ${list(note.taken)}`);
-    return parts.length ? parts.join("; ") : `${chat} still has room in its last block`;
+    const parts = note.copies.map(([from, to]) => `copy-on-write, ${chat} copies the shared block ${from} to ${to}`);
+    if (!parts.length && note.tail >= 0) parts.push(`${chat} goes on in block ${note.tail}, which it alone holds`);
+    if (note.taken.length) parts.push(`${chat} takes ${list(note.taken)} from the front of the free list`);
+    return parts.join("; ");
   }
 
   const sentence = (notes, words) => notes.map(words).join("; ") || "nothing changes";
@@ -507,7 +509,7 @@
         type: "range", id: id("reservation"), min: 4, max: 64, step: 4,
         oninput: () => this.set("reservation", Number(this.slider.value)),
       });
-      this.sliderSays = make("output", { for: id("reservation"), class: "pkw-output" });
+      this.sliderSays = make("span", { class: "pkw-output", "aria-hidden": "true" });
       this.picker = make("select", {
         id: id("block"), onchange: () => this.set("blockSize", Number(this.picker.value)),
       });
@@ -585,16 +587,19 @@
             make("label", { class: "pkw-field", for: id("block") }, "Block size in tokens ", this.picker),
           ),
           chats,
-          make("div", { class: "pkw-bar pkw-all" }, this.everyone),
-          this.said,
+          make("div", { class: "pkw-all" }, this.everyone, this.said),
           make("div", { class: "pkw-sides" }, this.sides.contiguous.section, this.sides.paged.section),
           make(
             "p",
             { class: "pkw-key" },
-            make("span", { class: "pkw-cell pkw-A", "aria-hidden": "true" }, "A"), " holds a token  ",
-            make("span", { class: "pkw-cell pkw-wasted", "aria-hidden": "true" }), " set aside, empty  ",
-            make("span", { class: "pkw-cell pkw-free", "aria-hidden": "true" }), " free  ",
-            make("span", { class: "pkw-cell pkw-A pkw-fresh", "aria-hidden": "true" }, "A"), " new in this step",
+            ...[
+              ["pkw-A", "A", "holds a token"],
+              ["pkw-wasted", "", "set aside, empty"],
+              ["pkw-free", "", "free"],
+              ["pkw-A pkw-fresh", "A", "new in this step"],
+            ].map(([look, letter, word]) =>
+              make("span", {}, make("span", { class: `pkw-cell ${look}`, "aria-hidden": "true" }, letter), word),
+            ),
           ),
           make("details", { class: "pkw-history" }, make("summary", {}, "History of the blocks"), this.logBox),
         ),
@@ -687,8 +692,8 @@
       }
       off(this.everyone, !CHATS.some((chat) => this.here(chat)));
       const { reservation, slots } = this.settings;
-      this.sliderSays.textContent = `${reservation} of ${slots}: room for ${plural(Math.floor(slots / reservation), "chat")}`;
-      this.slider.setAttribute("aria-valuetext", `${reservation} slots`);
+      this.sliderSays.textContent = `${reservation} of ${slots} slots each: room for ${plural(Math.floor(slots / reservation), "chat")}`;
+      this.slider.setAttribute("aria-valuetext", this.sliderSays.textContent);
     }
 
     /** Slots written in this step: chat -> the tokens it had before it. */
@@ -732,7 +737,11 @@
       const side = this.sides.paged;
       const size = pool.blockSize;
       const old = this.steps ? this.before("paged") : undefined;
-      const oldFree = old === undefined ? [] : old ? old.free : pool.queue.concat([...pool.refCounts.keys()]);
+      const oldFree = old === undefined ? [] : old ? old.free : [...pool.refCounts.keys()];
+      const had = (chat) => {
+        if (old && chat in old.seq_lens) return old.seq_lens[chat];
+        return oldFree.includes(pool.tables.get(chat)[0]) ? 0 : pool.length(chat);
+      };
       const last = this.steps ? this.story.frames.slice(-this.steps) : [];
       const copies = last.flatMap(({ paged }) => paged.notes.flatMap((note) => note.copies || []));
       const blocks = pool.fill().map(({ used, chats }, block) => {
@@ -743,7 +752,10 @@
             const at = pool.tables.get(chat).indexOf(block) * size;
             return at + slot < pool.length(chat);
           });
-          const cell = make("span", { class: `pkw-cell pkw-${owners[0]}` }, owners.length > 2 ? `${owners.length}×` : owners.join(""));
+          const letters = owners.length > 2 ? `${owners.length}×` : owners.join("");
+          const cell = make("span", { class: `pkw-cell pkw-${owners[0]}` }, letters);
+          const position = (chat) => pool.tables.get(chat).indexOf(block) * size + slot;
+          if (this.steps && owners.some((chat) => position(chat) >= had(chat))) cell.classList.add("pkw-fresh");
           if (owners.length > 1) {
             const stops = owners.map((chat, i) => {
               const [from, to] = [i, i + 1].map((n) => `${Math.round((100 * n) / owners.length)}%`);
@@ -810,11 +822,7 @@
 
     showWaiting(side, waiting) {
       const lines = waiting.map(({ chat, tokens, why }) =>
-        make(
-          "p", {},
-          make("span", { class: `pkw-badge pkw-${chat}`, "aria-hidden": "true" }, chat),
-          make("b", {}, ` ${chat} is shut out`), ` with ${plural(tokens, "token")}: ${why}`,
-        ),
+        make("p", {}, make("b", {}, `${chat} is shut out`), ` with ${plural(tokens, "token")}: ${why}`),
       );
       side.waiting.replaceChildren(...(lines.length ? lines : [make("p", { class: "pkw-fine" }, "nobody waits")]));
       side.waiting.classList.toggle("pkw-alarm", lines.length > 0);
