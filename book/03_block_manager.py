@@ -85,6 +85,8 @@ import numpy as np
 
 from paged_kv.sizing import at_least
 
+FEW = 8  # up to so many elements a Python loop is quicker than a few array operations
+
 
 class OutOfBlocks(RuntimeError):
     """Fewer blocks are free than an operation needs; nothing has changed.
@@ -154,13 +156,14 @@ class BlockPool(BlockPool):  # type: ignore
 
         Returns: their ids.  Raises: OutOfBlocks, before anything changes.
         """
-        if at_least(0, "count", count) > len(self._free):
-            raise OutOfBlocks(count, len(self._free))
+        if not 0 <= count <= len(self._free):
+            raise OutOfBlocks(at_least(0, "count", count), len(self._free))
         pop = self._free.popitem
         ids = [pop(last=False)[0] for _ in range(count)]
-        taken = np.array(ids, np.int64)
-        self.ref_count[taken] = 1
-        self.epoch[taken] += 1
+        places = ids if count <= FEW else [np.array(ids)]  # single elements, or one array
+        for place in places:
+            self.ref_count[place] = 1
+            self.epoch[place] += 1
         return ids
 
     def claim(self, ids: Sequence[int]) -> None:
@@ -312,6 +315,7 @@ class BlockTables:
         seq_lens        int32 [max_seqs]: tokens, -1 where the row is closed.
         writable_until  int32 [max_seqs]: tokens to which the row may grow unasked.
         guarded         rows whose tail must be looked at before they grow.
+        room            int [max_blocks + 1], constant: tokens that so many blocks hold.
     Invariant: a row names no block twice, and behind its last block stands -1.
     Source: the block table of arXiv 2309.06180, section 4.2; one matrix for all rows as
     in vllm/v1/worker/block_table.py.
@@ -325,6 +329,7 @@ class BlockTables:
         self.num_blocks = np.zeros(max_seqs, np.int32)
         self.seq_lens = np.full(max_seqs, -1, np.int32)
         self.writable_until = np.full(max_seqs, -2, np.int32)
+        self.room = np.minimum(np.arange(self.table.shape[1] + 1) * block_size, max_seq_len)
         self.guarded: set[int] = set()
         self._closed = list(range(max_seqs))[::-1]
         self._checked_last = b""
@@ -355,7 +360,7 @@ class BlockTables(BlockTables):  # type: ignore
             raise ValueError(f"ids: {end} blocks, but a row has {self.table.shape[1]} entries")
         self.table[row, start:end] = ids
         self.num_blocks[row] = end
-        self.writable_until[row] = min(end * self.block_size, self.max_seq_len)
+        self.writable_until[row] = self.room[end]
 
     def detach(self, row: int) -> list[int]:
         """Close `row` and return the blocks it held, first to last; they are not released."""
@@ -544,11 +549,11 @@ def extend_each(
 ) -> None:
     """Put the next `counts[i]` of `ids` behind the last block of `rows[i]`."""
     held = tables.num_blocks[rows]
-    if len(rows) > 16 and len(ids) == len(rows) and min(counts) == 1:
+    if len(rows) > FEW and len(ids) == len(rows) and min(counts) == 1:
         tables.table[rows, held] = ids
         held += 1
         tables.num_blocks[rows] = held
-        tables.writable_until[rows] = np.minimum(held * tables.block_size, tables.max_seq_len)
+        tables.writable_until[rows] = tables.room[held]
         return
     taken = iter(ids)
     for row, start, count in zip(rows.tolist(), held.tolist(), counts, strict=True):
@@ -556,12 +561,13 @@ def extend_each(
         for index in range(start, end):
             tables.table[row, index] = next(taken)
         tables.num_blocks[row] = end
-        tables.writable_until[row] = min(end * tables.block_size, tables.max_seq_len)
+        tables.writable_until[row] = tables.room[end]
 
 
 # %% [markdown]
-# `extend_each` has two ways because NumPy has a price of entry: several array operations cost as
-# much as a Python loop over some sixteen rows. Below that the loop wins, above it the arrays do.
+# `extend_each` has two ways, as `take` has, because NumPy has a price of entry: a few array
+# operations cost as much as a Python loop over some eight elements. Below that the loop wins, above
+# it the arrays do.
 
 # %% tags=["export:block_manager"]
 class BlockManager(BlockManager):  # type: ignore

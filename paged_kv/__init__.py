@@ -12,6 +12,8 @@
     guest_check      Whether a model can be served right: decided at load, by trying it.
     hf_adapter       A causal language model of transformers as guest: its layers, our K/V.
     copy_on_write    Sequences that share blocks: fork, copy before writing, rewire beams, rewind.
+    sampling         Choosing tokens at random, reproducibly, and several answers to one prompt that share it.
+    beams            Beam search: which texts to keep, and the block tables that follow them.
     draw_canvas      Pictures in three forms (text, SVG, words) and the canvas that the SVG is painted on.
     draw_state       What a picture of a pool shows: a snapshot, checked, then taken apart into cells and lines.
     draw_paint       A pool's cells and lines as text, and as shapes on a canvas.
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
         read_through,
         visible_keys,
     )
+    from paged_kv.beams import BeamSearch, Hypothesis, place_children, run_beams, step_beams
     from paged_kv.block_manager import (
         BlockManager,
         BlockTables,
@@ -156,6 +159,15 @@ if TYPE_CHECKING:
     )
     from paged_kv.kv_store import KVStore, check_range, resolve_copies
     from paged_kv.packed_batch import PackedBatch, pack
+    from paged_kv.sampling import (
+        Samples,
+        SamplingParams,
+        decode,
+        distribution,
+        parallel_sample,
+        prefill,
+        sample,
+    )
     from paged_kv.sizing import (
         Capacity,
         KVSpec,
@@ -171,6 +183,7 @@ if TYPE_CHECKING:
     from paged_kv.weights import count_parameters, weight_bytes
 
 __all__ = [
+    "BeamSearch",
     "BlockManager",
     "BlockPool",
     "BlockTables",
@@ -180,6 +193,7 @@ __all__ = [
     "ContiguousPool",
     "GuestRefused",
     "HostCall",
+    "Hypothesis",
     "KVSpec",
     "KVStore",
     "LayerAttention",
@@ -195,6 +209,8 @@ __all__ = [
     "Progress",
     "ReservationFull",
     "Run",
+    "Samples",
+    "SamplingParams",
     "SizedKV",
     "SlotSplit",
     "admit",
@@ -217,7 +233,9 @@ __all__ = [
     "copies_needed",
     "count_parameters",
     "cut_batch",
+    "decode",
     "dense_attention",
+    "distribution",
     "draw_pool",
     "draw_slots",
     "draw_table",
@@ -258,9 +276,12 @@ __all__ = [
     "pack",
     "paged_attention",
     "paged_attention_numpy",
+    "parallel_sample",
     "parse_bytes",
     "patterned_kinds",
     "piece_positions",
+    "place_children",
+    "prefill",
     "print_rows",
     "probe_prompts",
     "probe_steps",
@@ -278,11 +299,14 @@ __all__ = [
     "resolve_copies",
     "rewind",
     "rewire",
+    "run_beams",
     "run_hosted",
+    "sample",
     "size",
     "size_report",
     "slot_mapping",
     "stated_lengths",
+    "step_beams",
     "tail_waste",
     "text_part",
     "users_report",
@@ -296,6 +320,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "BeamSearch": "beams",
     "BlockManager": "block_manager",
     "BlockPool": "block_pool",
     "BlockTables": "block_manager",
@@ -305,6 +330,7 @@ _HOME = {
     "ContiguousPool": "contiguous",
     "GuestRefused": "guest_check",
     "HostCall": "guest_attention",
+    "Hypothesis": "beams",
     "KVSpec": "sizing",
     "KVStore": "kv_store",
     "LayerAttention": "guest_attention",
@@ -320,6 +346,8 @@ _HOME = {
     "Progress": "hf_adapter",
     "ReservationFull": "contiguous",
     "Run": "contiguous",
+    "Samples": "sampling",
+    "SamplingParams": "sampling",
     "SizedKV": "sizing",
     "SlotSplit": "contiguous",
     "admit": "hf_adapter",
@@ -342,7 +370,9 @@ _HOME = {
     "copies_needed": "copy_on_write",
     "count_parameters": "weights",
     "cut_batch": "attention",
+    "decode": "sampling",
     "dense_attention": "attention",
+    "distribution": "sampling",
     "draw_pool": "draw",
     "draw_slots": "draw",
     "draw_table": "draw",
@@ -383,9 +413,12 @@ _HOME = {
     "pack": "packed_batch",
     "paged_attention": "attention",
     "paged_attention_numpy": "attention",
+    "parallel_sample": "sampling",
     "parse_bytes": "sizing",
     "patterned_kinds": "configs",
     "piece_positions": "attention",
+    "place_children": "beams",
+    "prefill": "sampling",
     "print_rows": "cli",
     "probe_prompts": "guest_check",
     "probe_steps": "guest_check",
@@ -403,11 +436,14 @@ _HOME = {
     "resolve_copies": "kv_store",
     "rewind": "copy_on_write",
     "rewire": "copy_on_write",
+    "run_beams": "beams",
     "run_hosted": "guest_attention",
+    "sample": "sampling",
     "size": "cli",
     "size_report": "cli",
     "slot_mapping": "block_manager",
     "stated_lengths": "cli",
+    "step_beams": "beams",
     "tail_waste": "sizing",
     "text_part": "config_facts",
     "users_report": "capacity_report",

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from paged_kv.block_pool import BlockPool, OutOfBlocks
+from paged_kv.block_pool import FEW, BlockPool, OutOfBlocks
 from paged_kv.sizing import at_least
 
 
@@ -22,6 +22,7 @@ class BlockTables:
         seq_lens        int32 [max_seqs]: tokens, -1 where the row is closed.
         writable_until  int32 [max_seqs]: tokens to which the row may grow unasked.
         guarded         rows whose tail must be looked at before they grow.
+        room            int [max_blocks + 1], constant: tokens that so many blocks hold.
     Invariant: a row names no block twice, and behind its last block stands -1.
     Source: the block table of arXiv 2309.06180, section 4.2; one matrix for all rows as
     in vllm/v1/worker/block_table.py.
@@ -35,6 +36,7 @@ class BlockTables:
         self.num_blocks = np.zeros(max_seqs, np.int32)
         self.seq_lens = np.full(max_seqs, -1, np.int32)
         self.writable_until = np.full(max_seqs, -2, np.int32)
+        self.room = np.minimum(np.arange(self.table.shape[1] + 1) * block_size, max_seq_len)
         self.guarded: set[int] = set()
         self._closed = list(range(max_seqs))[::-1]
         self._checked_last = b""
@@ -62,7 +64,7 @@ class BlockTables:
             raise ValueError(f"ids: {end} blocks, but a row has {self.table.shape[1]} entries")
         self.table[row, start:end] = ids
         self.num_blocks[row] = end
-        self.writable_until[row] = min(end * self.block_size, self.max_seq_len)
+        self.writable_until[row] = self.room[end]
 
     def detach(self, row: int) -> list[int]:
         """Close `row` and return the blocks it held, first to last; they are not released."""
@@ -265,11 +267,11 @@ def extend_each(
 ) -> None:
     """Put the next `counts[i]` of `ids` behind the last block of `rows[i]`."""
     held = tables.num_blocks[rows]
-    if len(rows) > 16 and len(ids) == len(rows) and min(counts) == 1:
+    if len(rows) > FEW and len(ids) == len(rows) and min(counts) == 1:
         tables.table[rows, held] = ids
         held += 1
         tables.num_blocks[rows] = held
-        tables.writable_until[rows] = np.minimum(held * tables.block_size, tables.max_seq_len)
+        tables.writable_until[rows] = tables.room[held]
         return
     taken = iter(ids)
     for row, start, count in zip(rows.tolist(), held.tolist(), counts, strict=True):
@@ -277,4 +279,4 @@ def extend_each(
         for index in range(start, end):
             tables.table[row, index] = next(taken)
         tables.num_blocks[row] = end
-        tables.writable_until[row] = min(end * tables.block_size, tables.max_seq_len)
+        tables.writable_until[row] = tables.room[end]

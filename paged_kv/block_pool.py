@@ -13,6 +13,8 @@ import numpy as np
 
 from paged_kv.sizing import at_least
 
+FEW = 8  # up to so many elements a Python loop is quicker than a few array operations
+
 
 class OutOfBlocks(RuntimeError):
     """Fewer blocks are free than an operation needs; nothing has changed.
@@ -63,13 +65,14 @@ class BlockPool:
 
         Returns: their ids.  Raises: OutOfBlocks, before anything changes.
         """
-        if at_least(0, "count", count) > len(self._free):
-            raise OutOfBlocks(count, len(self._free))
+        if not 0 <= count <= len(self._free):
+            raise OutOfBlocks(at_least(0, "count", count), len(self._free))
         pop = self._free.popitem
         ids = [pop(last=False)[0] for _ in range(count)]
-        taken = np.array(ids, np.int64)
-        self.ref_count[taken] = 1
-        self.epoch[taken] += 1
+        places = ids if count <= FEW else [np.array(ids)]  # single elements, or one array
+        for place in places:
+            self.ref_count[place] = 1
+            self.epoch[place] += 1
         return ids
 
     def claim(self, ids: Sequence[int]) -> None:
