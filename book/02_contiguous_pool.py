@@ -392,6 +392,16 @@ draw_pool(
 # Hold on to that picture. It needs a list for each chat that says where its pieces are, and
 # attention code that follows the list. Before we pay for these we should know that nothing
 # cheaper helps.
+#
+# In the built book both ways stand side by side, with 64 slots:
+#
+# <paged-pool reservation="16">
+# The pool to play with appears here in the built book.
+# </paged-pool>
+#
+# **Turn the knob.** Pull the slider from 16 to 32; expect C to be shut out. Let A finish, and C
+# gets in. Then pull it to 8 and press +1 on A three times; the third is refused, since its
+# reservation is full.
 
 # %% [markdown]
 # ## How much to reserve

@@ -168,10 +168,9 @@ class BlockPool(BlockPool):  # type: ignore
 
     def claim(self, ids: Sequence[int]) -> None:
         """Count one holder more for each of `ids`, idle or held; the bytes stay as they are."""
-        ids = self._checked(ids)
+        self.ref_count[self._checked(ids)] += 1
         for block in ids:
             self._free.pop(block, None)
-        self.ref_count[ids] += 1
 
     def release(self, ids: Sequence[int]) -> None:
         """Count one holder less for each of `ids`; those at 0 queue up in the order given."""
@@ -778,6 +777,16 @@ for event, act, tables_then, free_then, wasted_then in by_hand:
     print(f"{event:14}{tokens:22}{ids_text:44}{' '.join(map(str, state['free'])):18}{wasted}")
 
 # %% [markdown]
+# In the built book you can take the same steps with your own hands:
+#
+# <paged-pool scenario="by-hand">
+# The run by hand, step by step, appears here in the built book.
+# </paged-pool>
+#
+# - Press "Next step" nine times and compare each line of its history with the table above.
+# - When B finishes, 2 and 6 go to the back, behind 7; D takes them. On the left, where each chat
+#   reserves, D is shut out with 8 slots free.
+#
 # **Turn the knob.** Set the block size to 2 and the number of blocks to 16 and run this section
 # again: the same slots, half the waste, about twice the entries in each table.
 #

@@ -77,10 +77,9 @@ class BlockPool:
 
     def claim(self, ids: Sequence[int]) -> None:
         """Count one holder more for each of `ids`, idle or held; the bytes stay as they are."""
-        ids = self._checked(ids)
+        self.ref_count[self._checked(ids)] += 1
         for block in ids:
             self._free.pop(block, None)
-        self.ref_count[ids] += 1
 
     def release(self, ids: Sequence[int]) -> None:
         """Count one holder less for each of `ids`; those at 0 queue up in the order given."""

@@ -85,6 +85,7 @@ def convert(path: Path, folder: Path) -> None:
 
 
 def main() -> None:
+    """Convert, unless it has been done."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--force", action="store_true", help="convert again, though it is there")
     force = parser.parse_args().force
