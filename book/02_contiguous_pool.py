@@ -451,9 +451,9 @@ for name, reserve in policies.items():
 #
 # :::{dropdown} Reasoning
 # The oracle wastes nothing at the end. On the way there the run holds 8 tokens, then 9, and
-# so on up to 40: on average 24 of 40. Long outputs are the rule, so even a server that sees
-# the future leaves close to half of each run empty. No policy that reserves can do better
-# than the oracle.
+# so on up to 40: on average 24 of 40. That is the mean of prompt and final length, so the
+# shorter the prompt, the closer to half of its run a server that sees the future leaves
+# empty. No policy that reserves a run in advance can do better than the oracle.
 # :::
 
 # %%
@@ -483,6 +483,23 @@ for policy, reserve in policies.items():
         pool.grow(name, prompts[name] + 2)
     print(policy, pool.split(final_lens))
     print(repr(pool).splitlines()[1])
+
+# %% [markdown]
+# An oracle guesses neither too high nor too low. Too low is worse: a run has a neighbour
+# behind it and cannot be lengthened. The pool says so, changes nothing, and the server is
+# left with a chat that stops in mid-sentence.
+
+# %%
+pool = ContiguousPool(16)
+for name in "AB":
+    pool.reserve(name, 8)
+pool.grow("A", 8)
+try:
+    pool.grow("A")
+except ReservationFull as error:
+    print("ReservationFull:", error)
+pool.check()
+print(pool)
 
 # %% [markdown]
 # ## Would a cleverer fit help?
@@ -861,7 +878,8 @@ assert served(with_holes("best", 8, 7), requests) == 3
 # each step looked its cells up anew. Orca {cite}`yu2022orca` reserved the maximum;
 # TensorRT-LLM has known both contiguous and paged caches and serves from the paged one
 # (`kvCacheManager.cpp`). vLLM has no contiguous pool (`vllm/v1/core/block_pool.py`), and
-# SGLang's `mem_cache/allocator.py` hands out single tokens or blocks. vAttention
+# SGLang hands out single tokens or blocks (`srt/mem_cache/allocator/token.py` and
+# `srt/mem_cache/allocator/paged.py`). vAttention
 # {cite}`prabhu2024vattention` keeps the addresses contiguous and lets the GPU's own page
 # tables do the indirection: the pieces are there all the same, one level down and larger.
 #

@@ -31,8 +31,9 @@ print("a request for 12 in a row is", "served" if longest >= 12 else "refused")
 #   `BlockManager`).
 # - **Device**: CPU.
 # - **Run time**: a few seconds.
-# - **You are here**: 00 tour · 01 sizing · 02 contiguous pool · **03 block manager** ·
-#   04 paged attention · 05 guest model
+# - **You are here** 00 tour · 01 sizing · 02 contiguous pool · **03 block manager** · 04 paged
+#   attention · 05 guest model · 06 copy-on-write · 07 sampling · 08 prefix cache · 09
+#   scheduling · 10 preemption · 11 decode kernel · 12 prefill kernel · 13 engine · 14 full speed
 # :::
 #
 # Operating systems met this problem with programs in memory and answered it in the 1960s: cut the
@@ -69,6 +70,8 @@ print("a request for 12 in a row is", "served" if longest >= 12 else "refused")
 # the bytes in this block still the ones that I remember?
 #
 # > **I1.** A block is in the free queue if and only if its count is 0.
+#
+# Arguments are checked by `at_least` of chapter 01, which returns a number or refuses it by name.
 
 # %% tags=["export:block_pool"]
 """Block ids: a queue of the free ones, and for each the number of rows that hold it.
@@ -353,8 +356,9 @@ class BlockTables(BlockTables):  # type: ignore
     def extend(self, row: int, ids: Sequence[int]) -> None:
         """Put `ids` behind the last block of `row`."""
         self._check_open(row)
-        start = int(self.num_blocks[row])
-        end = start + len(ids)
+        end = (start := int(self.num_blocks[row])) + len(ids)
+        if len({*ids, -1}) <= len(ids):
+            raise ValueError(f"ids: {list(ids)} names a block twice, or a -1")
         if end > self.table.shape[1]:
             raise ValueError(f"ids: {end} blocks, but a row has {self.table.shape[1]} entries")
         self.table[row, start:end] = ids
@@ -365,8 +369,7 @@ class BlockTables(BlockTables):  # type: ignore
         """Close `row` and return the blocks it held, first to last; they are not released."""
         ids = self.ids(row)
         self.table[row, : self.num_blocks[row]] = -1
-        self.num_blocks[row] = 0
-        self.seq_lens[row], self.writable_until[row] = -1, -2
+        self.num_blocks[row], self.seq_lens[row], self.writable_until[row] = 0, -1, -2
         self.guarded.discard(row)
         self._closed.append(row)
         self._checked_last = b""
@@ -435,12 +438,13 @@ def slot_mapping(
 ) -> NDArray[np.int64]:
     """Slots of tokens: block id x block_size + offset, -1 where the row names no block.
 
-    Args: table int32 [max_seqs, max_blocks]; rows and positions int [n], one a token.
+    Args: table int32 [max_seqs, max_blocks]; rows and positions int [n], one a token; a
+    position of -1 is padding, and so is its slot.
     Returns: int64 [n].  64 bits since a pool may hold more than 2^31 elements.
     """
     at = np.asarray(positions, np.int64)
     blocks = table[np.asarray(rows, np.int64), at // block_size].astype(np.int64)
-    return np.where(blocks < 0, -1, blocks * block_size + at % block_size)
+    return np.where((blocks < 0) | (at < 0), -1, blocks * block_size + at % block_size)
 
 
 # %%
@@ -517,11 +521,21 @@ class BlockManager:
 # again unchanged, as it does in almost every step, is recognised by its bytes and not checked twice.
 
 # %% tags=["export:block_manager"]
+INT64 = np.dtype(np.int64)
+
+
+def as_rows(rows: ArrayLike) -> NDArray[np.int64]:
+    """One row, or a list of rows, as int64 [n]; ValueError for anything else."""
+    given = np.asarray(rows)
+    if given.ndim > 1 or (given.dtype.kind not in "iu" and given.size):
+        raise ValueError(f"rows = {rows!r}: one row, or a list of rows, is needed")
+    return given.astype(np.int64).reshape(-1)
+
+
 def checked_rows(tables: BlockTables, rows: ArrayLike) -> NDArray[np.int64]:
     """`rows` as int64 [n]; ValueError unless all are open and none is named twice."""
-    rows = np.asarray(rows, np.int64)
-    if not rows.ndim:
-        rows = rows[None]
+    if not (isinstance(rows, np.ndarray) and rows.dtype is INT64 and rows.ndim == 1):
+        rows = as_rows(rows)
     batch = rows.tobytes()
     if batch != tables._checked_last:
         named = rows.tolist()
@@ -540,6 +554,25 @@ def refuse_shared_tails(pool: BlockPool, tables: BlockTables, rows: set[int]) ->
         block = tables.table[row, index] if offset else -1
         if block >= 0 and pool.ref_count[block] > 1:
             raise ValueError(f"rows: row {row} would write block {block}, held by others too")
+
+
+# %% [markdown]
+# The number of new tokens is one for the whole batch, or one for each row. Lengths are int32, and in
+# NumPy a sum that passes $2^{31} - 1$ comes out negative without a word; so a number above
+# `max_seq_len` is refused before anything is added to it.
+
+# %% tags=["export:block_manager"]
+def checked_counts(
+    tables: BlockTables, rows: NDArray[np.int64], new_tokens: ArrayLike
+) -> NDArray[np.int64]:
+    """`new_tokens` as int64, one number or one a row; ValueError for what no row can take."""
+    counts = np.asarray(new_tokens)
+    numbers = counts.dtype.kind in "iu" or not counts.size
+    if counts.shape not in ((), rows.shape) or not numbers:
+        raise ValueError(f"new_tokens = {new_tokens!r}: a whole number, or one a row, is needed")
+    if counts.size and not 0 <= counts.min() <= counts.max() <= tables.max_seq_len:
+        raise ValueError(f"new_tokens = {counts}: 0 to {tables.max_seq_len} is needed")
+    return counts.astype(np.int64)
 
 
 # %% tags=["export:block_manager"]
@@ -578,8 +611,8 @@ class BlockManager(BlockManager):  # type: ignore
         """
         tables = self.tables
         rows = checked_rows(tables, rows)
-        if (new_tokens if isinstance(new_tokens, int) else np.min(new_tokens, initial=0)) < 0:
-            raise ValueError(f"new_tokens = {new_tokens}: must not be negative")
+        if type(new_tokens) is not int or not 0 <= new_tokens <= tables.max_seq_len:
+            new_tokens = checked_counts(tables, rows, new_tokens)
         ends = tables.seq_lens[rows] + new_tokens
         beyond = (ends > tables.writable_until[rows]).nonzero()[0]
         if len(beyond):
@@ -589,12 +622,13 @@ class BlockManager(BlockManager):  # type: ignore
     def blocks_needed(self, rows: ArrayLike, new_tokens: ArrayLike = 1) -> int:
         """Blocks that `rows` need, all together, to take `new_tokens` tokens more each."""
         rows = checked_rows(self.tables, rows)
-        ends = self.tables.seq_lens[rows] + np.asarray(new_tokens)
+        ends = self.tables.seq_lens[rows] + checked_counts(self.tables, rows, new_tokens)
         return sum(self._missing(rows, ends.tolist()))
 
     def _missing(self, rows: NDArray[np.int64], ends: list[int]) -> list[int]:
         held = self.tables.num_blocks[rows].tolist()
-        return [-(-end // self.block_size) - have for end, have in zip(ends, held, strict=True)]
+        wanted = [-(-end // self.block_size) for end in ends]
+        return [max(0, all_of - have) for all_of, have in zip(wanted, held, strict=True)]
 
     def _grow(self, rows: NDArray[np.int64], ends: list[int]) -> None:
         tables = self.tables
@@ -815,8 +849,8 @@ print(f"reserving 2,048 slots each: {100 * (1 - lengths.mean() / 2048):.1f} % em
 
 # %% [markdown]
 # At 16 tokens a block, 0.73 % of the slots held are empty. A reservation of 2,048 slots for each of
-# these chats would leave 50.7 % empty. Smaller blocks waste less and cost longer tables and
-# shorter copies; larger blocks the reverse. Where the knee lies is a question for a GPU, and
+# these chats would leave 50.7 % empty. Smaller blocks waste less, but need longer tables and are
+# read and copied in shorter pieces; larger blocks the reverse. Where the knee lies is a question for a GPU, and
 # chapter 11 asks it there.
 #
 # :::{admonition} Predict
@@ -943,6 +977,8 @@ attempt(fragile.add, 13)  # longer than a row
 attempt(fragile.add, 12)  # 3 blocks, 2 are free
 attempt(fragile.append, a, 7)  # 13 tokens
 attempt(fragile.append, a, -1)
+attempt(fragile.append, a, 1.5)
+attempt(fragile.append, a, 2**31 - 6)  # would wrap an int32
 attempt(fragile.append, [a, a])
 attempt(fragile.append, [1])  # not open
 attempt(fragile.finish, 7)
@@ -997,15 +1033,15 @@ for tokens in (10**6, 2**20):
 #
 # ## Real world
 #
-# - vLLM keeps the same three parts: `vllm/v1/core/block_pool.py` links its free blocks through the block
-#   objects themselves, which gives removal from the middle without a dictionary; `kv_cache_manager.py`
-#   allocates per request; the worker's `vllm/v1/worker/block_table.py` is one int32 matrix on the
+# - vLLM keeps the same three parts: `vllm/v1/core/block_pool.py` holds the blocks, and the queue of
+#   `vllm/v1/core/kv_cache_utils.py` links the free ones through the block objects themselves, which gives
+#   removal from the middle without a dictionary; `vllm/v1/core/kv_cache_manager.py` allocates per request; the worker's `vllm/v1/worker/block_table.py` is one int32 matrix on the
 #   device.
-# - SGLang allocates at the grain of a token or of a block (`srt/mem_cache/allocator.py`) and maps requests to
-#   slots in `srt/mem_cache/memory_pool.py`, a matrix `req_to_token` with one entry a *token*: no division, and
+# - SGLang allocates at the grain of a token or of a block (`srt/mem_cache/allocator/token.py` and
+#   `srt/mem_cache/allocator/paged.py`) and maps requests to slots in `srt/mem_cache/memory_pool.py`, a matrix `req_to_token` with one entry a *token*: no division, and
 #   $B$ times the entries.
-# - TensorRT-LLM has a block manager in C++ (`cpp/tensorrt_llm/batch_manager/kvCacheManager.cpp`) with free
-#   queues by priority.
+# - TensorRT-LLM has a block manager in C++ (`cpp/tensorrt_llm/batch_manager/kvCacheManager.cpp`); its free
+#   queues, by priority, are in `cpp/tensorrt_llm/batch_manager/evictionPolicy.cpp`.
 # - vAttention {cite}`prabhu2024vattention` leaves the table to the GPU's own virtual memory: contiguous
 #   addresses, paged underneath. The indirection does not go away; the hardware walks it.
 #
@@ -1128,7 +1164,7 @@ assert survived == 4
 # %% [markdown]
 # ## Further reading
 #
-# - Gentle: the memory-allocation chapter of the xv6 book {cite}`cox2022xv6`, whose allocator also keeps
-#   its free list inside what it gives out and fills freed memory with junk.
+# - Gentle: the memory-allocation chapter of the xv6 book {cite}`cox2022xv6`, whose allocator keeps
+#   its free list inside the free memory itself and fills what is freed with junk.
 # - The source of the idea: sections 3 and 4 of the PagedAttention paper {cite}`kwon2023paged`.
 # - Deep: vAttention {cite}`prabhu2024vattention`, on what it takes to get the same without a block table.

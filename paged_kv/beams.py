@@ -28,9 +28,9 @@ class Hypothesis:
 class BeamSearch:
     """Ranks the continuations of one prompt: tokens and scores, no blocks.
 
-    Args: `early_stopping`, when to stop once `num_beams` texts have finished: True at once; False
-    when the best running beam, as long as it is, scores no better than the worst of them; "never"
-    when it could not even at full length.
+    Args: `early_stopping`, when to stop once `num_beams` texts have finished: True at once;
+    False when the best running beam, ending now, would be no better than the worst of them;
+    "never" when it would not at full length.
     State
         texts     the ids of each running beam, best first.
         scores    float32 [num_beams]: their log-probabilities.
@@ -50,8 +50,7 @@ class BeamSearch:
         self.num_beams = at_least(1, "num_beams", num_beams)
         self.max_new_tokens = at_least(1, "max_new_tokens", max_new_tokens)
         self.stop_ids = frozenset(stop_ids)
-        self.length_penalty = length_penalty
-        self.early_stopping = early_stopping
+        self.length_penalty, self.early_stopping = length_penalty, early_stopping
         self.texts: list[list[int]] = [[] for _ in range(num_beams)]
         self.scores = torch.full((num_beams,), -torch.inf)
         self.scores[0] = 0.0  # all beams are one text at first: let it count once

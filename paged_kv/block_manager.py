@@ -58,8 +58,9 @@ class BlockTables:
     def extend(self, row: int, ids: Sequence[int]) -> None:
         """Put `ids` behind the last block of `row`."""
         self._check_open(row)
-        start = int(self.num_blocks[row])
-        end = start + len(ids)
+        end = (start := int(self.num_blocks[row])) + len(ids)
+        if len({*ids, -1}) <= len(ids):
+            raise ValueError(f"ids: {list(ids)} names a block twice, or a -1")
         if end > self.table.shape[1]:
             raise ValueError(f"ids: {end} blocks, but a row has {self.table.shape[1]} entries")
         self.table[row, start:end] = ids
@@ -70,8 +71,7 @@ class BlockTables:
         """Close `row` and return the blocks it held, first to last; they are not released."""
         ids = self.ids(row)
         self.table[row, : self.num_blocks[row]] = -1
-        self.num_blocks[row] = 0
-        self.seq_lens[row], self.writable_until[row] = -1, -2
+        self.num_blocks[row], self.seq_lens[row], self.writable_until[row] = 0, -1, -2
         self.guarded.discard(row)
         self._closed.append(row)
         self._checked_last = b""
@@ -123,12 +123,13 @@ def slot_mapping(
 ) -> NDArray[np.int64]:
     """Slots of tokens: block id x block_size + offset, -1 where the row names no block.
 
-    Args: table int32 [max_seqs, max_blocks]; rows and positions int [n], one a token.
+    Args: table int32 [max_seqs, max_blocks]; rows and positions int [n], one a token; a
+    position of -1 is padding, and so is its slot.
     Returns: int64 [n].  64 bits since a pool may hold more than 2^31 elements.
     """
     at = np.asarray(positions, np.int64)
     blocks = table[np.asarray(rows, np.int64), at // block_size].astype(np.int64)
-    return np.where(blocks < 0, -1, blocks * block_size + at % block_size)
+    return np.where((blocks < 0) | (at < 0), -1, blocks * block_size + at % block_size)
 
 
 class BlockManager:
@@ -170,8 +171,8 @@ class BlockManager:
         """
         tables = self.tables
         rows = checked_rows(tables, rows)
-        if (new_tokens if isinstance(new_tokens, int) else np.min(new_tokens, initial=0)) < 0:
-            raise ValueError(f"new_tokens = {new_tokens}: must not be negative")
+        if type(new_tokens) is not int or not 0 <= new_tokens <= tables.max_seq_len:
+            new_tokens = checked_counts(tables, rows, new_tokens)
         ends = tables.seq_lens[rows] + new_tokens
         beyond = (ends > tables.writable_until[rows]).nonzero()[0]
         if len(beyond):
@@ -181,12 +182,13 @@ class BlockManager:
     def blocks_needed(self, rows: ArrayLike, new_tokens: ArrayLike = 1) -> int:
         """Blocks that `rows` need, all together, to take `new_tokens` tokens more each."""
         rows = checked_rows(self.tables, rows)
-        ends = self.tables.seq_lens[rows] + np.asarray(new_tokens)
+        ends = self.tables.seq_lens[rows] + checked_counts(self.tables, rows, new_tokens)
         return sum(self._missing(rows, ends.tolist()))
 
     def _missing(self, rows: NDArray[np.int64], ends: list[int]) -> list[int]:
         held = self.tables.num_blocks[rows].tolist()
-        return [-(-end // self.block_size) - have for end, have in zip(ends, held, strict=True)]
+        wanted = [-(-end // self.block_size) for end in ends]
+        return [max(0, all_of - have) for all_of, have in zip(wanted, held, strict=True)]
 
     def _grow(self, rows: NDArray[np.int64], ends: list[int]) -> None:
         tables = self.tables
@@ -237,11 +239,21 @@ class BlockManager:
         return f"BlockManager: {{{rows}}}, free {self.pool.free_ids()}"
 
 
+INT64 = np.dtype(np.int64)
+
+
+def as_rows(rows: ArrayLike) -> NDArray[np.int64]:
+    """One row, or a list of rows, as int64 [n]; ValueError for anything else."""
+    given = np.asarray(rows)
+    if given.ndim > 1 or (given.dtype.kind not in "iu" and given.size):
+        raise ValueError(f"rows = {rows!r}: one row, or a list of rows, is needed")
+    return given.astype(np.int64).reshape(-1)
+
+
 def checked_rows(tables: BlockTables, rows: ArrayLike) -> NDArray[np.int64]:
     """`rows` as int64 [n]; ValueError unless all are open and none is named twice."""
-    rows = np.asarray(rows, np.int64)
-    if not rows.ndim:
-        rows = rows[None]
+    if not (isinstance(rows, np.ndarray) and rows.dtype is INT64 and rows.ndim == 1):
+        rows = as_rows(rows)
     batch = rows.tobytes()
     if batch != tables._checked_last:
         named = rows.tolist()
@@ -260,6 +272,19 @@ def refuse_shared_tails(pool: BlockPool, tables: BlockTables, rows: set[int]) ->
         block = tables.table[row, index] if offset else -1
         if block >= 0 and pool.ref_count[block] > 1:
             raise ValueError(f"rows: row {row} would write block {block}, held by others too")
+
+
+def checked_counts(
+    tables: BlockTables, rows: NDArray[np.int64], new_tokens: ArrayLike
+) -> NDArray[np.int64]:
+    """`new_tokens` as int64, one number or one a row; ValueError for what no row can take."""
+    counts = np.asarray(new_tokens)
+    numbers = counts.dtype.kind in "iu" or not counts.size
+    if counts.shape not in ((), rows.shape) or not numbers:
+        raise ValueError(f"new_tokens = {new_tokens!r}: a whole number, or one a row, is needed")
+    if counts.size and not 0 <= counts.min() <= counts.max() <= tables.max_seq_len:
+        raise ValueError(f"new_tokens = {counts}: 0 to {tables.max_seq_len} is needed")
+    return counts.astype(np.int64)
 
 
 def extend_each(

@@ -24,11 +24,13 @@ def find_config(name: str) -> Any:
 def read_lengths(text: str) -> list[int]:
     """Lengths in tokens: every one of a range ("100-2000"), or those of a file, one a line."""
     low, dash, high = text.partition("-")
-    if dash and low.isdigit() and high.isdigit():
+    if dash and low.isdecimal() and high.isdecimal():
+        if int(high) >= 10**7:
+            raise ValueError(f"lengths = {text!r}: a range that ends below 10,000,000 is needed")
         lengths = list(range(int(low), int(high) + 1))
     elif Path(text).is_file():
         words = Path(text).read_text(encoding="utf-8", errors="replace").split()
-        if not all(word.isdigit() for word in words):
+        if not all(word.isdecimal() for word in words):
             raise ValueError(f"lengths = {text!r}: the file must hold whole numbers only")
         lengths = [int(word) for word in words]
     else:

@@ -57,6 +57,7 @@ KINDS: dict[str, str] = {
     **dict.fromkeys(("linear_attention", "mamba", "mamba2", "conv", "recurrent"), "none"),
     **dict.fromkeys(("moe", "mlp", "M", "-", "E"), "none"),
 }
+MOST_LAYERS = 10_000  # each is looked at; a slip of the pen must not run for ever
 
 
 def listed_kinds(text: Config, layers: int) -> list[str] | None:
@@ -100,6 +101,8 @@ def layer_kinds(text: Config) -> list[str]:
     blocks = listed_values(text, "layers_block_type")
     blocks = blocks or listed_values(text, "hybrid_override_pattern")
     layers = find_fact(text, "layers") or len(blocks) or required_fact(text, "layers")
+    if layers > MOST_LAYERS:
+        raise ValueError(f"config: {layers} layers; at most {MOST_LAYERS} are believed")
     names = listed_kinds(text, layers) or patterned_kinds(text, layers)
     if len(names) != layers:
         raise ValueError(f"config: {len(names)} layer types for {layers} layers")
@@ -204,7 +207,10 @@ def layer_overrides(text: Config, index: int, kind: str) -> dict[str, Any]:
     listed = text.get("per_layer_config")
     if isinstance(listed, Mapping):
         own = {str(key).lstrip("0") or "0": facts for key, facts in listed.items()}
-        return dict(own.get(str(index), {}))
+        facts = own.get(str(index), {})
+        if not isinstance(facts, Mapping):
+            raise ValueError(f"config: per_layer_config[{index}] = {facts!r}: an object is needed")
+        return dict(facts)
     if kind != "full" or not text.get("global_head_dim"):
         return {}
     heads = text.get("num_global_key_value_heads") if text.get("attention_k_eq_v") else None

@@ -56,11 +56,12 @@ def distribution(logits: Tensor, params: Sequence[SamplingParams]) -> tuple[Tens
 
     temperature = column([one.temperature or 1.0 for one in params])
     most = column([one.top_k or logits.shape[1] if one.temperature else 1 for one in params])
-    scores, ids = (logits.float() / temperature).sort(-1, descending=True, stable=True)
+    scores, ids = (logits.float() / temperature).sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logits.shape[1], device=logits.device)
     probs = scores.masked_fill(rank >= most, -torch.inf).softmax(-1)
     before = probs.cumsum(-1) - probs
-    probs = probs.masked_fill(before >= column([one.top_p for one in params]), 0)
+    reach = column([one.top_p if one.top_p < 1 else torch.inf for one in params])
+    probs = probs.masked_fill(before >= reach, 0)
     return probs / probs.sum(-1, keepdim=True), ids
 
 

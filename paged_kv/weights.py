@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from paged_kv.config_facts import find_fact, read_config, required_fact, text_part
+from paged_kv.config_facts import find_fact, read_config, required_fact, text_part, whole_number
 from paged_kv.configs import element_type, layer_shape
 from paged_kv.sizing import BITS
 
@@ -26,13 +26,13 @@ def count_parameters(config: Any) -> int:
     """
     text = text_part(read_config(config))
     kind = text.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(f"weights: no formula for model_type {kind!r}; give their size")
     matrices, tied = FAMILIES[kind]
     hidden, layers, heads = (required_fact(text, what) for what in ("hidden", "layers", "heads"))
     kv_heads, head_size, _ = layer_shape(text, 1)
     experts = find_fact(text, "experts") or 1
-    wide = text.get("moe_intermediate_size") if experts > 1 else None
+    wide = whole_number(text, "moe_intermediate_size") if experts > 1 else 0
     inner = wide or find_fact(text, "mlp") or 4 * hidden
     attention = 2 * hidden * head_size * (heads + kv_heads)
     mlp = matrices * hidden * inner * experts + (hidden * experts if experts > 1 else 0)

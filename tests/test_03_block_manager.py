@@ -162,6 +162,11 @@ class TestTables:
         assert slot_mapping(tables.table, row, [0, 9], 4).tolist() == [-1, 29]
         assert tables.detach(row) == [7]
 
+    def test_a_padded_position_has_no_slot(self):
+        tables, row = self.make()
+        tables.extend(row, [9, 3])  # the row is full: its last entry is a block
+        assert slot_mapping(tables.table, [row, row], [-1, 17], 4).tolist() == [-1, 13]
+
     def test_replace(self):
         tables, row = self.make()
         assert tables.replace(row, 1, 5) == 2
@@ -183,6 +188,8 @@ class TestTables:
             ("ids", (2,), "row = 2"),
             ("detach", (1,), "row = 1"),
             ("extend", (0, [1, 3, 5]), "6 blocks"),
+            ("extend", (0, [1, 1]), "twice"),
+            ("extend", (0, [-1]), "or a -1"),
             ("replace", (0, 3, 1), "index = 3"),
             ("replace", (0, -1, 1), "index = -1"),
             ("shrink", (0, 11), "num_tokens = 11"),
@@ -214,6 +221,13 @@ class TestManager:
         refused(manager, ValueError, "13, a row holds 12", manager.append, a, 7)
         refused(manager, ValueError, "new_tokens = -1", manager.append, a, -1)
         refused(manager, ValueError, "new_tokens", manager.append, [a], np.array([-1]))
+        for bad in (1.5, True, None, "x", 2**31 - 6, 2**31, 10**30, np.array([1, 2]), np.array([1.0]), [[1]]):
+            refused(manager, ValueError, "new_tokens = ", manager.append, a, bad)
+            refused(manager, ValueError, "new_tokens = ", manager.blocks_needed, a, bad)
+        refused(manager, ValueError, "new_tokens = -1", manager.blocks_needed, a, -1)
+        refused(manager, ValueError, "new_tokens", manager.append, a, np.array([2**31 - 6], np.int32))
+        for bad in ([0.7], "a", None, [[a]], [True]):
+            refused(manager, ValueError, "rows = ", manager.append, bad)
         refused(manager, ValueError, "twice", manager.append, [a, a])
         refused(manager, ValueError, "row = 1", manager.append, [a, 1])
         refused(manager, ValueError, "row = -1", manager.append, [-1])
@@ -242,6 +256,34 @@ class TestManager:
         manager = BlockManager(4, 4, 1, 32)
         row = manager.add(length)
         assert manager.blocks_needed(row) == [0, 1, 0, 0, 0, 1][length - 3]
+
+    def test_no_idle_block_at_the_boundary_is_refused_in_this_step_a17(self):
+        """A17: with no idle block, KV length 4 needs one now and 3 does not."""
+        manager = BlockManager(2, 4, 2, 32)
+        full, open_tail = manager.add(4), manager.add(3)
+        assert manager.pool.num_free == 0
+        refused(manager, OutOfBlocks, "1 blocks needed, 0 free", manager.append, full)
+        manager.append(open_tail)
+        manager.check()
+
+    def test_blocks_in_hand_are_not_counted_against_another_row(self):
+        manager = BlockManager(8, 4, 2, 32)
+        a, b = manager.add(6), manager.add(3)
+        manager.tables.extend(a, manager.pool.take(2))  # two more than six tokens need
+        assert manager.blocks_needed([a, b], [1, 5]) == 1
+        manager.tables.guard(a)
+        manager.append([a, b], np.array([1, 9]))
+        assert [len(manager.tables.ids(row)) for row in (a, b)] == [4, 3]
+        manager.check()
+
+    def test_a_known_batch_is_known_as_int64_only(self):
+        """The bytes of int32 rows 1, 0 are those of the int64 row 1."""
+        manager = BlockManager(4, 4, 2, 16)
+        manager.add(1)
+        manager.append([manager.add(1)])
+        manager.finish(0)
+        manager.append([1])
+        refused(manager, ValueError, "row = 0", manager.append, np.array([1, 0], np.int32))
 
     def test_shared_tail_is_refused_until_its_other_holder_leaves(self):
         manager = BlockManager(4, 4, 2, 16)

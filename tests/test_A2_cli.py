@@ -170,6 +170,7 @@ BAD = [
     (("llama-3-8b", "--memory", "80GB", "--mean-tokens", "9000"), "9000: more than the context of 8192"),
     (("llama-3-8b", "--memory", "80GB", "--lengths", "2000-100"), "lengths = '2000-100'"),
     (("llama-3-8b", "--memory", "80GB", "--lengths", "0-3"), "lengths = '0-3'"),
+    (("llama-3-8b", "--memory", "80GB", "--lengths", "1-99999999999"), "ends below 10,000,000"),
     (("llama-3-8b", "--memory", "80GB", "--lengths", "1-3", "--mean-tokens", "2"), "not both"),
     ((str(DATA / "gpt-j-6b.json").replace("gpt-j", "gpt-k"),), "no such file"),
     ((str(DATA / "gemma-3-27b.json"),), "context: the config declares none"),

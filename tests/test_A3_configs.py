@@ -63,6 +63,25 @@ def test_every_model_is_derived_and_has_a_source() -> None:
     assert set(MODELS) == set(BY_HAND)
     assert len(MODELS) >= 15
     assert all(read(name)["source"].startswith("https://") for name in MODELS)
+    assert all("(checked: " in read(name)["source"] for name in MODELS)
+
+
+SIZES = ("num_hidden_layers", "n_layer", "num_attention_heads", "n_head", "num_key_value_heads", "hidden_size",
+         "n_embd", "head_dim", "kv_lora_rank", "qk_rope_head_dim", "sliding_window", "attention_chunk_size",
+         "num_kv_shared_layers", "attn_layer_period", "attn_layer_offset", "num_local_experts",
+         "layer_types")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if "in transformers)" in read(name)["source"]])
+def test_models_that_are_their_class_defaults(name: str) -> None:
+    """An independent copy of the sizes: what the model's own class assumes of a silent file."""
+    auto = pytest.importorskip("transformers").AutoConfig
+    text = read(name).get("text_config", read(name))
+    own = auto.for_model(text["model_type"])
+    assert type(own).__name__ in read(name)["source"]
+    compared = {size: value for size, value in text.items() if size in SIZES and hasattr(own, size)}
+    assert len(compared) >= 3
+    assert {size: getattr(own, size) for size in compared} == compared
 
 
 @pytest.mark.parametrize(
@@ -304,6 +323,8 @@ def test_a_transformers_config_gives_the_same_answer(name: str) -> None:
         ({**BASE, "layer_types": ["sliding_attention"] * 8}, "sliding_window.*missing"),
         ({**BASE, "num_hidden_layers": "8"}, "num_hidden_layers = '8'"),
         ({**BASE, "num_hidden_layers": 0}, "num_hidden_layers = 0"),
+        ({**BASE, "num_hidden_layers": 10**9}, "1000000000 layers"),
+        ({**BASE, "per_layer_config": {"0": 5}}, r"per_layer_config\[0\] = 5"),
         ({**BASE, "is_encoder_decoder": True}, "is_encoder_decoder"),
         ({**BASE, "torch_dtype": "float64"}, "dtype = 'float64'"),
         ({**BASE, "head_dim": None, "hidden_size": 33}, "no head_dim.*33"),
@@ -372,6 +393,12 @@ def test_weights_come_from_the_files_where_there_are_files(tmp_path: Path) -> No
     assert weight_bytes(tmp_path) == 123
     (tmp_path / "model.safetensors.index.json").write_text('{"metadata": {"total_size": 120}}')
     assert weight_bytes(tmp_path) == 120
+
+
+@pytest.mark.parametrize("kind", [None, [], {}, "unheard-of"])
+def test_weights_of_an_unknown_family_are_not_guessed(kind: Any) -> None:
+    with pytest.raises(ValueError, match=r"weights: no formula .*give their size"):
+        weight_bytes(read("llama-3-8b") | {"model_type": kind})
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "gpt-oss-20b", "jamba-v0.1", "gemma-3n-e4b"])

@@ -53,13 +53,18 @@ for policy, used in PAPER_USED.items():
 # %% [markdown]
 # ## What needs no simulation
 #
-# OPT-13B on a GPU with 40 GB leaves 15,728 slots, and its window is 2,048 tokens
-# {cite}`kwon2023paged`. A server that reserves the window runs 7 requests, whatever they say.
+# The paper gives OPT-13B 12 GB for the cache of a 40 GB card, says 15.7K slots, and a window of
+# 2,048 tokens {cite}`kwon2023paged`. We read that as 12 GiB: at 800 KiB a slot these are
+# 15,728, where 12 GB would be 14,648. A server that reserves the window runs 7 requests, whatever they say.
 # The rest of the pool is too short for an eighth.
 
 # %%
 runs = lab.NUM_SLOTS // lab.MAX_LEN
 free = 1 - runs * lab.MAX_LEN / lab.NUM_SLOTS
+a_slot = lab.OPT_13B.bytes_per_token
+print(f"a slot of {a_slot // 1024} KiB: 12 GiB are {12 * 2**30 // a_slot:,} slots,",
+      f"12 GB would be {12 * 10**9 // a_slot:,}")
+assert 12 * 2**30 // a_slot == lab.NUM_SLOTS
 print(f"{runs} requests; {100 * free:.1f} % of the slots are free and of no use")
 assert runs == PAPER_BATCHED["ShareGPT"]["Orca (Max)"] == PAPER_BATCHED["Alpaca"]["Orca (Max)"]
 
