@@ -1,8 +1,9 @@
 """The built book, opened from file:// in Chromium as a reader would.
 
 No page asks the network for anything, complains on the console, or leads nowhere; formulas,
-search and the dark are there; nothing overflows a phone.  Needs a Chromium or Chrome on the
-machine and a built book (`make book`); PAGED_KV_HTML names another build to look at.
+search and the dark are there; nothing overflows a phone; axe-core finds nothing serious.  Needs a
+Chromium or Chrome on the machine and a built book (`make book`); PAGED_KV_HTML names another
+build to look at.
 """
 
 import os
@@ -15,6 +16,7 @@ from typing import Any
 from urllib.parse import unquote, urljoin, urlsplit
 
 import pytest
+from widgets_page import axe_findings_in_light_and_dark
 
 ROOT = Path(__file__).resolve().parents[1]
 HTML = Path(os.environ.get("PAGED_KV_HTML", ROOT / "_build/html")).resolve()
@@ -147,6 +149,7 @@ class Visit:
     """One page opened in a window of its own, with what it asked for and complained about."""
 
     def __init__(self, browser: Any, name: str, width: int = 1280, scheme: str = "light") -> None:
+        self.name = name
         self.context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
         self.page = self.context.new_page()
         self.outside: list[str] = []
@@ -188,18 +191,37 @@ CLIPPED = """[...document.querySelectorAll('div.cell_input pre, div.cell_output 
     .map(pre => pre.textContent.slice(0, 60))"""
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_a_page_reads_offline_without_complaint(browser: Any, name: str) -> None:
-    with Visit(browser, name) as visit:
-        if 'class="math' in (HTML / f"{name}.html").read_text("utf-8"):
-            visit.page.wait_for_selector("mjx-container", timeout=20_000)
-            assert visit.page.locator("mjx-merror").count() == 0
-        assert visit.overflow() <= 0
-        assert visit.page.evaluate(CLIPPED) == [], "code of at most 100 columns is clipped"
-        visit.page.set_viewport_size({"width": 390, "height": 844})
-        assert visit.overflow() <= 0, "wider than a phone"
-        assert visit.outside == []
-        assert visit.complaints == []
+@pytest.fixture(scope="module", params=PAGES)
+def visit(browser: Any, request: pytest.FixtureRequest) -> Iterator[Visit]:
+    """Each page in turn, opened once for all tests of a page."""
+    with Visit(browser, request.param) as visit:
+        yield visit
+
+
+def test_a_page_reads_offline_without_complaint(visit: Visit) -> None:
+    if 'class="math' in (HTML / f"{visit.name}.html").read_text("utf-8"):
+        visit.page.wait_for_selector("mjx-container", timeout=20_000)
+        assert visit.page.locator("mjx-merror").count() == 0
+    assert visit.overflow() <= 0
+    assert visit.page.evaluate(CLIPPED) == [], "code of at most 100 columns is clipped"
+    visit.page.set_viewport_size({"width": 390, "height": 844})
+    assert visit.overflow() <= 0, "wider than a phone"
+    assert visit.outside == []
+    assert visit.complaints == []
+
+
+@pytest.fixture(scope="module")
+def looks() -> Iterator[set[str]]:
+    """The looks of text that axe-core has judged, each once for all pages."""
+    known: set[str] = set()
+    yield known
+    assert len(known) > 20
+
+
+def test_a_page_is_readable_in_light_and_dark(visit: Visit, looks: set[str]) -> None:
+    """The last test of a page, which it leaves without most of its code."""
+    visit.page.set_viewport_size({"width": 1280, "height": 900})
+    assert axe_findings_in_light_and_dark(visit.page, looks) == []
 
 
 def brightness(page: Any) -> float:

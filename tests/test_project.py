@@ -391,6 +391,16 @@ def test_a_picture_without_words_is_a_warning(below: str, monkeypatch: pytest.Mo
     assert len(warned) == 1
 
 
+def test_lists_that_are_none_become_what_they_look_like() -> None:
+    lines = '<div><em class="sig-param">a</em>,</div>\n<div><em class="sig-param">b</em></div>\n'
+    signature = f"<dt>f(\n\n<dl>\n{lines.replace('div>', 'dd>')}</dl>)</dt>"
+    assert figure_alt.mend_lists(signature) == f'<dt>f(\n\n<div class="sig-params">\n{lines}</div>)</dt>'
+    meanings = "<dl>\n<dt>word</dt><dd>meaning</dd>\n</dl>"
+    assert figure_alt.mend_lists(meanings) == meanings
+    entry = '<div role="list"><div class="citation" role="doc-biblioentry">A book.</div></div>'
+    assert figure_alt.mend_lists(entry) == '<div role="list"><div class="citation" role="listitem">A book.</div></div>'
+
+
 def test_the_front_page_reads_a_chapter(tmp_path: Path) -> None:
     def cell(kind: str, source: str, tags: tuple[str, ...] = ()) -> dict[str, Any]:
         return {"cell_type": kind, "source": source, "metadata": {"tags": list(tags)}}

@@ -56,18 +56,89 @@ def opened(browser: Any, url: str, width: int = 1000, scheme: str = "light") -> 
         context.close()
 
 
-def axe_findings(page: Any, within: str | None = None) -> list[str]:
+AXE = """([within, rules]) => axe.run(within || document, {...rules, preload: false, resultTypes: ['violations']})"""
+
+
+def axe_findings(page: Any, within: str | None = None, rules: dict[str, Any] | None = None) -> list[str]:
     """What axe-core finds serious or critical on the page, or within a CSS selector."""
-    page.evaluate(files("axe_playwright_python").joinpath("axe.min.js").read_text("utf-8"))
-    found = page.evaluate(
-        "within => axe.run(within || document, {preload: false, resultTypes: ['violations']})", within
-    )
+    if not page.evaluate("'axe' in window"):
+        page.evaluate(files("axe_playwright_python").joinpath("axe.min.js").read_text("utf-8"))
+    found = page.evaluate(AXE, [within, rules or {}])
     return [
         f"{one['id']}: {one['help']}: {node['html'][:120]}"
         for one in found["violations"]
         if one["impact"] in {"serious", "critical"}
         for node in one["nodes"]
     ]
+
+
+# Nine tenths of a page are coloured words of code.  Two words of one class in the same kind of box
+# look alike, so that one of them stays for axe-core to judge and the others leave the page; so do
+# the strokes of pictures, which have a text for those who cannot see them.
+THIN_OUT = """() => {
+    const paths = new Map(), seen = new Set();
+    const path = (one) => {
+        if (!one.parentElement) return '';
+        if (!paths.has(one)) {
+            const look = [one.localName, one.className, one.getAttribute('style')].join('.');
+            paths.set(one, `${path(one.parentElement)} ${look}`);
+        }
+        return paths.get(one);
+    };
+    for (const word of document.querySelectorAll('pre span:not([id]), dt span:not([id])')) {
+        if (!word.isConnected || word.closest('a') || word.querySelector('a, [id]')) continue;
+        if (seen.has(path(word))) word.remove();
+        else seen.add(path(word));
+    }
+    document.querySelectorAll('svg :is(path, rect, line, polyline), mjx-container > mjx-math > *')
+        .forEach((one) => one.remove());
+}"""
+
+# Contrast depends on the colour, the ground, the size and the weight: the book has some dozens of
+# those, and a page has thousands of words.  axe-core judges two words of each that is new to it;
+# it does not judge single characters.
+MARK_LOOKS = """(known) => {
+    const seen = new Map(known.map((look) => [look, 2])), grounds = new Map();
+    const ground = (one) => {
+        if (!one) return '';
+        if (!grounds.has(one)) {
+            const {backgroundColor, backgroundImage, opacity, filter} = getComputedStyle(one);
+            const own = [backgroundColor, backgroundImage, opacity, filter].join();
+            const plain = own === 'rgba(0, 0, 0, 0),none,1,none';
+            grounds.set(one, ground(one.parentElement) + (plain ? '' : `/${own}`));
+        }
+        return grounds.get(one);
+    };
+    for (const one of document.body.querySelectorAll('*')) {
+        delete one.dataset.look;
+        const speaks = [...one.childNodes].some((node) => node.nodeType === 3 && node.data.trim()[1]);
+        if (!(speaks || one.matches('input, select, textarea')) || !one.checkVisibility()) continue;
+        const {color, fontSize, fontWeight, textShadow} = getComputedStyle(one);
+        const look = [color, fontSize, fontWeight, textShadow, ground(one)].join();
+        seen.set(look, (seen.get(look) || 0) + 1);
+        if (seen.get(look) <= 2) one.dataset.look = '';
+    }
+    return [...seen.keys()];
+}"""
+
+
+def axe_findings_in_light_and_dark(page: Any, known: set[str]) -> list[str]:
+    """Serious findings of axe-core on a page of the book, which loses most of its code by it.
+
+    `known`: the looks of text whose contrast was judged before; those of this page are added.
+    """
+    page.evaluate(THIN_OUT)
+    found = axe_findings(page, rules={"rules": {"color-contrast": {"enabled": False}}})
+    page.evaluate("axe.configure({rules: [{id: 'color-contrast', selector: '[data-look]'}]})")
+    for theme in ("light", "dark"):
+        page.evaluate("theme => { document.documentElement.dataset.theme = theme; }", theme)
+        page.wait_for_function("document.getAnimations().every((one) => one.playState !== 'running')")
+        looks = set(page.evaluate(MARK_LOOKS, sorted(known)))
+        if looks - known:
+            contrast = axe_findings(page, rules={"runOnly": ["color-contrast"]})
+            found += [f"{theme}: {one}" for one in contrast]
+        known |= looks
+    return found
 
 
 # ---- the package plays the same events

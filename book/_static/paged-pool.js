@@ -877,8 +877,8 @@
       }
       const text = lines.join(" ");
       // The first picture is not an announcement.
-      if (why) this.said.textContent = text;
-      else this.said.textContent = "Move the slider, or let a chat write.";
+      const first = this.at < this.events.length ? "Press Next step" : "Move the slider";
+      this.said.textContent = why ? text : `${first}, or let a chat write.`;
     }
 
     where(server) {
