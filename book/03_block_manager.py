@@ -81,13 +81,17 @@ The pool knows ids only.  It has never seen a token or a byte.
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paged_kv.sizing import at_least
 
+BlockIds: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
 FEW = 8  # up to so many elements a Python loop is quicker than a few array operations
 
 
@@ -153,6 +157,21 @@ print(BlockPool(num_blocks=8))
 # for as long as possible. Today nobody cares; chapter 8 lives on it.
 
 # %% tags=["export:block_pool"]
+def checked_ids(ids: BlockIds, num_blocks: int) -> list[int]:
+    """`ids` as a list; ValueError unless all are blocks of the pool and none is named twice."""
+    try:
+        ids = list(map(operator.index, ids.tolist() if isinstance(ids, np.ndarray) else ids))
+    except TypeError:
+        raise ValueError(f"ids: {ids!r} are not block ids, which are whole numbers") from None
+    if ids and not (0 <= min(ids) and max(ids) < num_blocks):
+        bad = next(block for block in ids if not 0 <= block < num_blocks)
+        raise ValueError(f"ids: block {bad} is foreign, ids are 0 to {num_blocks - 1}")
+    if len(set(ids)) != len(ids):
+        raise ValueError(f"ids: {ids} names a block twice")
+    return ids
+
+
+# %% tags=["export:block_pool"]
 class BlockPool(BlockPool):  # type: ignore
     def take(self, count: int) -> list[int]:
         """Take `count` blocks from the front of the queue, to be overwritten.
@@ -169,30 +188,26 @@ class BlockPool(BlockPool):  # type: ignore
             self.epoch[place] += 1
         return ids
 
-    def claim(self, ids: Sequence[int]) -> None:
+    def claim(self, ids: BlockIds) -> None:
         """Count one holder more for each of `ids`, idle or held; the bytes stay as they are."""
-        self.ref_count[self._checked(ids)] += 1
+        ids = checked_ids(ids, self.num_blocks)
+        self.ref_count[np.array(ids, np.int64)] += 1
+        pull_out = self._free.pop
         for block in ids:
-            self._free.pop(block, None)
+            pull_out(block, None)
 
-    def release(self, ids: Sequence[int]) -> None:
+    def release(self, ids: BlockIds) -> None:
         """Count one holder less for each of `ids`; those at 0 queue up in the order given."""
-        ids = self._checked(ids)
-        counts = (self.ref_count[ids] - 1).tolist()
+        ids = checked_ids(ids, self.num_blocks)
+        places = np.array(ids, np.int64)
+        left = self.ref_count[places] - 1
+        counts = left.tolist()
         if -1 in counts:
             raise ValueError(f"ids: block {ids[counts.index(-1)]} is free already, nobody holds it")
-        self.ref_count[ids] = counts
-        idle = [block for block, count in zip(ids, counts, strict=True) if not count]
-        self._free.update(dict.fromkeys(idle))
-
-    def _checked(self, ids: Sequence[int]) -> list[int]:
-        ids = [int(block) for block in ids]
-        if ids and not (0 <= min(ids) and max(ids) < self.num_blocks):
-            bad = next(block for block in ids if not 0 <= block < self.num_blocks)
-            raise ValueError(f"ids: block {bad} is foreign, ids are 0 to {self.num_blocks - 1}")
-        if len(set(ids)) != len(ids):
-            raise ValueError(f"ids: {ids} names a block twice")
-        return ids
+        self.ref_count[places] = left
+        if any(counts):
+            ids = [block for block, count in zip(ids, counts, strict=True) if not count]
+        self._free.update(dict.fromkeys(ids))
 
 
 # %%
@@ -299,12 +314,14 @@ print(f"K/V behind them, at 320 KiB a token: {4096 * 320 / 1024**2:.2f} GiB")
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from paged_kv.sizing import at_least
+
+TokenCounts: TypeAlias = int | NDArray[np.integer[Any]]  # one for all rows, or one a row
 
 
 # %% tags=["export:block_manager"]
@@ -603,9 +620,10 @@ def extend_each(
 
 # %% tags=["export:block_manager"]
 class BlockManager(BlockManager):  # type: ignore
-    def append(self, rows: ArrayLike, new_tokens: int | NDArray[np.integer[Any]] = 1) -> None:
+    def append(self, rows: ArrayLike, new_tokens: TokenCounts = 1) -> list[int]:
         """Give each of `rows` room for `new_tokens` tokens more, one number or one a row.
 
+        Returns: the ids that it took, to be overwritten; none in most steps.
         Raises, with nothing changed: OutOfBlocks; ValueError for a row that is not open,
         named twice, would pass max_seq_len or would write a block that others hold.
         """
@@ -615,9 +633,9 @@ class BlockManager(BlockManager):  # type: ignore
             new_tokens = checked_counts(tables, rows, new_tokens)
         ends = tables.seq_lens[rows] + new_tokens
         beyond = (ends > tables.writable_until[rows]).nonzero()[0]
-        if len(beyond):
-            self._grow(rows[beyond], ends[beyond].tolist())
+        taken = self._grow(rows[beyond], ends[beyond].tolist()) if len(beyond) else []
         tables.seq_lens[rows] = ends
+        return taken
 
     def blocks_needed(self, rows: ArrayLike, new_tokens: ArrayLike = 1) -> int:
         """Blocks that `rows` need, all together, to take `new_tokens` tokens more each."""
@@ -630,15 +648,17 @@ class BlockManager(BlockManager):  # type: ignore
         wanted = [-(-end // self.block_size) for end in ends]
         return [max(0, all_of - have) for all_of, have in zip(wanted, held, strict=True)]
 
-    def _grow(self, rows: NDArray[np.int64], ends: list[int]) -> None:
+    def _grow(self, rows: NDArray[np.int64], ends: list[int]) -> list[int]:
         tables = self.tables
         if max(ends) > tables.max_seq_len:
             raise ValueError(f"new_tokens: {max(ends)}, a row holds {tables.max_seq_len} tokens")
         guarded = tables.guarded.intersection(rows.tolist()) if tables.guarded else set()
         refuse_shared_tails(self.pool, tables, guarded)
         missing = self._missing(rows, ends)
-        extend_each(tables, rows, missing, self.pool.take(sum(missing)))
+        taken = self.pool.take(sum(missing))
+        extend_each(tables, rows, missing, taken)
         tables.guarded -= guarded
+        return taken
 
 
 # %% [markdown]

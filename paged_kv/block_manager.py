@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from paged_kv.block_pool import FEW, BlockPool, OutOfBlocks
 from paged_kv.sizing import at_least
+
+TokenCounts: TypeAlias = int | NDArray[np.integer[Any]]  # one for all rows, or one a row
 
 
 class BlockTables:
@@ -163,9 +165,10 @@ class BlockManager:
         """Close `row` and give its blocks back in table order."""
         self.pool.release(self.tables.detach(row))
 
-    def append(self, rows: ArrayLike, new_tokens: int | NDArray[np.integer[Any]] = 1) -> None:
+    def append(self, rows: ArrayLike, new_tokens: TokenCounts = 1) -> list[int]:
         """Give each of `rows` room for `new_tokens` tokens more, one number or one a row.
 
+        Returns: the ids that it took, to be overwritten; none in most steps.
         Raises, with nothing changed: OutOfBlocks; ValueError for a row that is not open,
         named twice, would pass max_seq_len or would write a block that others hold.
         """
@@ -175,9 +178,9 @@ class BlockManager:
             new_tokens = checked_counts(tables, rows, new_tokens)
         ends = tables.seq_lens[rows] + new_tokens
         beyond = (ends > tables.writable_until[rows]).nonzero()[0]
-        if len(beyond):
-            self._grow(rows[beyond], ends[beyond].tolist())
+        taken = self._grow(rows[beyond], ends[beyond].tolist()) if len(beyond) else []
         tables.seq_lens[rows] = ends
+        return taken
 
     def blocks_needed(self, rows: ArrayLike, new_tokens: ArrayLike = 1) -> int:
         """Blocks that `rows` need, all together, to take `new_tokens` tokens more each."""
@@ -190,15 +193,17 @@ class BlockManager:
         wanted = [-(-end // self.block_size) for end in ends]
         return [max(0, all_of - have) for all_of, have in zip(wanted, held, strict=True)]
 
-    def _grow(self, rows: NDArray[np.int64], ends: list[int]) -> None:
+    def _grow(self, rows: NDArray[np.int64], ends: list[int]) -> list[int]:
         tables = self.tables
         if max(ends) > tables.max_seq_len:
             raise ValueError(f"new_tokens: {max(ends)}, a row holds {tables.max_seq_len} tokens")
         guarded = tables.guarded.intersection(rows.tolist()) if tables.guarded else set()
         refuse_shared_tails(self.pool, tables, guarded)
         missing = self._missing(rows, ends)
-        extend_each(tables, rows, missing, self.pool.take(sum(missing)))
+        taken = self.pool.take(sum(missing))
+        extend_each(tables, rows, missing, taken)
         tables.guarded -= guarded
+        return taken
 
     def check(self) -> None:
         """Assert I1, I2, I3 and the form of every row.  O(max_seqs x max_blocks), for tests."""

@@ -6,13 +6,17 @@ The pool knows ids only.  It has never seen a token or a byte.
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paged_kv.sizing import at_least
 
+BlockIds: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
 FEW = 8  # up to so many elements a Python loop is quicker than a few array operations
 
 
@@ -75,33 +79,43 @@ class BlockPool:
             self.epoch[place] += 1
         return ids
 
-    def claim(self, ids: Sequence[int]) -> None:
+    def claim(self, ids: BlockIds) -> None:
         """Count one holder more for each of `ids`, idle or held; the bytes stay as they are."""
-        self.ref_count[self._checked(ids)] += 1
+        ids = checked_ids(ids, self.num_blocks)
+        self.ref_count[np.array(ids, np.int64)] += 1
+        pull_out = self._free.pop
         for block in ids:
-            self._free.pop(block, None)
+            pull_out(block, None)
 
-    def release(self, ids: Sequence[int]) -> None:
+    def release(self, ids: BlockIds) -> None:
         """Count one holder less for each of `ids`; those at 0 queue up in the order given."""
-        ids = self._checked(ids)
-        counts = (self.ref_count[ids] - 1).tolist()
+        ids = checked_ids(ids, self.num_blocks)
+        places = np.array(ids, np.int64)
+        left = self.ref_count[places] - 1
+        counts = left.tolist()
         if -1 in counts:
             raise ValueError(f"ids: block {ids[counts.index(-1)]} is free already, nobody holds it")
-        self.ref_count[ids] = counts
-        idle = [block for block, count in zip(ids, counts, strict=True) if not count]
-        self._free.update(dict.fromkeys(idle))
-
-    def _checked(self, ids: Sequence[int]) -> list[int]:
-        ids = [int(block) for block in ids]
-        if ids and not (0 <= min(ids) and max(ids) < self.num_blocks):
-            bad = next(block for block in ids if not 0 <= block < self.num_blocks)
-            raise ValueError(f"ids: block {bad} is foreign, ids are 0 to {self.num_blocks - 1}")
-        if len(set(ids)) != len(ids):
-            raise ValueError(f"ids: {ids} names a block twice")
-        return ids
+        self.ref_count[places] = left
+        if any(counts):
+            ids = [block for block, count in zip(ids, counts, strict=True) if not count]
+        self._free.update(dict.fromkeys(ids))
 
     def check(self) -> None:
         """Assert I1 and that no count is negative.  O(num_blocks): for tests, not for serving."""
         assert (self.ref_count >= 0).all(), "a count is negative"
         idle = np.flatnonzero(self.ref_count == 0).tolist()
         assert sorted(self._free) == idle, f"I1: free {sorted(self._free)}, count 0 {idle}"
+
+
+def checked_ids(ids: BlockIds, num_blocks: int) -> list[int]:
+    """`ids` as a list; ValueError unless all are blocks of the pool and none is named twice."""
+    try:
+        ids = list(map(operator.index, ids.tolist() if isinstance(ids, np.ndarray) else ids))
+    except TypeError:
+        raise ValueError(f"ids: {ids!r} are not block ids, which are whole numbers") from None
+    if ids and not (0 <= min(ids) and max(ids) < num_blocks):
+        bad = next(block for block in ids if not 0 <= block < num_blocks)
+        raise ValueError(f"ids: block {bad} is foreign, ids are 0 to {num_blocks - 1}")
+    if len(set(ids)) != len(ids):
+        raise ValueError(f"ids: {ids} names a block twice")
+    return ids

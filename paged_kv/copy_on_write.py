@@ -8,15 +8,12 @@ follow when the caller hands the (source, destination) pairs to `KVStore.copy_bl
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from paged_kv.block_manager import BlockManager, BlockTables, checked_rows
+from paged_kv.block_manager import BlockManager, BlockTables, TokenCounts, checked_rows
 from paged_kv.block_pool import BlockPool, OutOfBlocks
-
-TokenCounts: TypeAlias = int | NDArray[np.integer[Any]]  # one for all rows, or one a row
 
 
 def fork_many(manager: BlockManager, parents: ArrayLike) -> list[int]:

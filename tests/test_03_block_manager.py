@@ -83,6 +83,16 @@ class TestPool:
         assert pool.free_ids() == [1, 3, 2]
         pool.check()
 
+    def test_many_ids_as_an_array(self):
+        pool = BlockPool(40)
+        ids = np.array(pool.take(30))
+        pool.claim(ids[:20])
+        pool.release(ids[::-1])
+        assert pool.free_ids() == [*range(30, 40), *range(29, 19, -1)]
+        pool.check()
+        pool.release(ids[:20])
+        assert pool.free_ids()[-20:] == list(range(20))
+
     def test_taking_raises_the_epoch(self):
         pool = BlockPool(2)
         pool.release(pool.take(2))
@@ -99,6 +109,9 @@ class TestPool:
             ("release", [1, 1], "names a block twice"),
             ("claim", [7], "block 7 is foreign"),
             ("claim", [3, 3], "names a block twice"),
+            ("claim", [3.0], "not block ids"),
+            ("release", np.array([0.5]), "not block ids"),
+            ("release", np.arange(99, 120), "block 99 is foreign"),
             ("take", -1, "count = -1"),
         ],
     )
@@ -311,7 +324,8 @@ class TestManager:
         manager.pool.claim([0])
         manager.tables.extend(b, [0])
         manager.tables.seq_lens[b] = 4
-        manager.append([a, b])
+        assert manager.append([a, b]) == [1, 2]
+        assert manager.append([a, b]) == []
         assert (manager.tables.ids(a), manager.tables.ids(b)) == ([0, 1], [0, 2])
         manager.check()
 
