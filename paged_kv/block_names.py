@@ -1,0 +1,151 @@
+# Exported from book/08_prefix_hashing.py by tools/export.py; edit the chapter, not this file.
+"""Which block holds which name, and the events that say so to the world outside."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from paged_kv.block_pool import BlockIds, BlockPool, checked_ids
+from paged_kv.prefix_keys import Key, KeyTree, Node
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A key became findable.  Both fields are hex digests; `parent` may be that of a root."""
+
+    key: str
+    parent: str
+    kind: str = "stored"
+
+
+@dataclass(frozen=True)
+class Removed:
+    """A key is not findable any more: no block holds it.  `key` is a hex digest."""
+
+    key: str
+    kind: str = "removed"
+
+
+class EventLog:
+    """Events since they were last drained; an event and its opposite cancel out.
+
+    So it holds at most two events a block, however long nobody drains it.
+    """
+
+    def __init__(self) -> None:
+        self._pending: dict[str, Stored | Removed] = {}
+
+    def note(self, event: Stored | Removed) -> None:
+        """Keep `event`, unless it takes back one that nobody has seen."""
+        if self._pending.pop(event.key, None) is None:
+            self._pending[event.key] = event
+
+    def drain(self) -> list[Stored | Removed]:
+        """The events so far, oldest first; the log is empty then."""
+        events = list(self._pending.values())
+        self._pending.clear()
+        return events
+
+
+class BlockNames:
+    """The name of each findable block, and the blocks of each name.
+
+    State
+        tree    a KeyTree: the names in use.
+        named   [num_blocks]: the node of each findable block, else None.
+        epochs  [num_blocks]: `pool.epoch` when the block was given its name.
+        events  an EventLog, None where nobody asked for one.
+        given, lost  counts: names given to blocks, and lost by blocks, so far.
+        twins   how many blocks have a name that another block had first.
+    Invariant I4: a named block holds the K/V of its name, so its epoch is as it was.
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int, events: bool) -> None:
+        self.pool, self.block_size = pool, block_size
+        self.tree = KeyTree()
+        self.named: list[Node | None] = [None] * pool.num_blocks
+        self.epochs = [0] * pool.num_blocks
+        self.events = EventLog() if events else None
+        self.given = self.lost = self.twins = 0
+
+    def digest(self, key: Key) -> bytes:
+        """SHA-256 of `key`, the same in every process."""
+        return self.tree.digest(key, self.block_size)
+
+    def _hold(self, node: Node, block: int) -> None:
+        if node.block >= 0:
+            node.twins += (block,)
+            self.twins += 1
+            return
+        node.block = block
+        if self.events is not None:
+            key, parent = self.digest(node.id).hex(), self.digest(node.parent_key).hex()
+            self.events.note(Stored(key, parent))
+
+    def refuse(self, ids: list[int], nodes: Iterable[Node | None]) -> None:
+        """ValueError if one of `ids` cannot be given the name at its place in `nodes`."""
+        idle = [block for block in ids if self.pool.ref_count.item(block) < 1]
+        if idle:
+            raise ValueError(f"ids: blocks {idle} are idle, nobody can have written them")
+        if any(map(self.named.__getitem__, ids)):
+            for block, node in zip(ids, nodes, strict=True):
+                if self.named[block] not in (None, node):
+                    raise ValueError(f"ids: block {block} has another name: forget it first")
+
+    def give(self, parents: list[Node | bytes], chunks: list[bytes], ids: list[int]) -> list[Node]:
+        """Name each of `ids` by its chunk, behind its parent; blocks that have a name keep it.
+
+        A chain has one parent, above its first block: each block then stands above the next.
+        """
+        tree, named, found = self.tree, self.named, []
+        epochs, count = self.pool.epoch[ids].tolist(), len(parents)
+        node: Node | bytes = b""
+        for at, (chunk, block) in enumerate(zip(chunks, ids, strict=True)):
+            above = parents[at] if at < count else node
+            key = above.id if isinstance(above, Node) else above
+            node = tree.nodes.get((key, chunk)) or tree.add(key, above, chunk)
+            found.append(node)
+            if named[block] is None:
+                named[block], self.epochs[block] = node, epochs[at]
+                self.given += 1
+                self._hold(node, block)
+        return found
+
+    def take_away(self, ids: BlockIds) -> None:
+        """Let `ids` have no name; those that have none are left alone."""
+        for block in checked_ids(ids, self.pool.num_blocks):
+            node = self.named[block]
+            if node is None:
+                continue
+            self.named[block] = None
+            self.lost += 1
+            if node.twins:
+                self.twins -= 1
+                left = [held for held in (node.block, *node.twins) if held != block]
+                node.block, node.twins = left[0], tuple(left[1:])
+            else:
+                node.block = -1
+                if self.events is not None:
+                    self.events.note(Removed(self.digest(node.id).hex()))
+                self.tree.prune(node)
+
+    def check(self) -> None:
+        """Assert I4, and that blocks and nodes agree, each way.  O(num_blocks), for tests."""
+        tree, holders = self.tree, Counter[int]()
+        for block, node in enumerate(self.named):
+            if node is not None:
+                assert tree.by_id.get(node.id) is node, f"block {block}: its name is gone"
+                assert self.epochs[block] == self.pool.epoch[block], f"I4: block {block} retaken"
+                assert block in (node.block, *node.twins), f"block {block}: its name lost it"
+                holders[node.id] += 1
+        assert holders.total() == self.given - self.lost
+        assert self.twins == holders.total() - len(holders)
+        children = Counter(node.parent_key for node in tree.by_id.values())
+        for key, node in tree.nodes.items():
+            assert tree.by_id[node.id] is node and key == (node.parent_key, node.chunk)
+            assert node.children == children[node.id]
+            assert node.children or node.block >= 0, f"node {node.id}: nothing needs it"
+            assert holders[node.id] == (node.block >= 0) + len(node.twins)
+        assert len(tree.nodes) == len(tree.by_id)

@@ -1,0 +1,268 @@
+# Exported from book/08_prefix_hashing.py by tools/export.py; edit the chapter, not this file.
+"""Blocks found again by content: match, publish, forget; admission over a BlockManager."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paged_kv.block_manager import BlockManager
+from paged_kv.block_names import BlockNames, Removed, Stored
+from paged_kv.block_pool import BlockIds, BlockPool, OutOfBlocks, checked_ids
+from paged_kv.prefix_keys import (
+    NO_PARTS,
+    Key,
+    Node,
+    Parts,
+    Tokens,
+    encode_parts,
+    filled_chunks,
+    split_chunks,
+    token_array,
+)
+from paged_kv.sizing import at_least
+
+
+@dataclass(frozen=True)
+class PrefixStats:
+    """Counts since the cache was made; `published` - `evicted` == `findable`, in blocks.
+
+    `queried` and `hit` are tokens of admitted prompts; `evicted` counts every published block
+    that is not findable any more: overwritten, withdrawn, rewound into or reset.
+    """
+
+    queried: int
+    hit: int
+    published: int
+    evicted: int
+
+    @property
+    def findable(self) -> int:
+        """Blocks that a look-up can find."""
+        return self.published - self.evicted
+
+    @property
+    def hit_rate(self) -> float:
+        """Hit tokens to queried tokens; 0 where nothing was queried."""
+        return self.hit / self.queried if self.queried else 0.0
+
+
+class PrefixCache:
+    """Which blocks hold which tokens after which history.  Owns no block, reads no byte.
+
+    State
+        names       a BlockNames.
+        generation  raised by `reset`: whoever began in an older one must not publish.
+    Invariant I4: a findable block holds the K/V of its name.
+    Source: vllm/v1/core/block_pool.py, there by hashes.
+    """
+
+    root = staticmethod(encode_parts)
+
+    def __init__(self, pool: BlockPool, block_size: int, *, events: bool = False) -> None:
+        self.pool, self.block_size = pool, at_least(1, "block_size", block_size)
+        self.names = BlockNames(pool, block_size, events)
+        self.generation = 0
+        self._queried = self._hit = 0
+
+    @property
+    def stats(self) -> PrefixStats:
+        """The counts as they are now."""
+        return PrefixStats(self._queried, self._hit, self.names.given, self.names.lost)
+
+    def count(self, queried: int, hit: int) -> None:
+        """Note an admitted prompt of `queried` tokens, of which `hit` were found."""
+        self._queried += queried
+        self._hit += hit
+
+    def key_of(self, block: int) -> int | None:
+        """The key of `block`, None where it is not findable."""
+        node = self.names.named[block] if block >= 0 else None
+        return None if node is None else node.id
+
+    def digest(self, key: Key) -> bytes:
+        """SHA-256 of `key`, equal in every process: for keys that leave this one."""
+        return self.names.digest(key)
+
+    def check(self) -> None:
+        """Assert I4, and that names and blocks agree.  O(num_blocks), for tests."""
+        self.names.check()
+
+    def match(
+        self, root: Key, tokens: Tokens, limit: int | None = None, parts: Parts = NO_PARTS
+    ) -> list[int]:
+        """The longest chain of findable blocks that `tokens` begin with, behind `root`.
+
+        Never more than floor((len - 1) / block_size) blocks: a token stays to be computed;
+        nor more than `limit`.  Changes nothing.  Of twins it names one in use, else the first.
+        """
+        if type(root) not in (bytes, int):
+            raise ValueError(f"root = {root!r}: neither a root nor the key of a block")
+        data, size = token_array(tokens), self.block_size
+        most = max(0, len(data) - 1) // size
+        most = most if limit is None else min(most, at_least(0, "limit", limit))
+        data = data[: most * size]
+        tree = self.names.tree
+        nodes, found = tree.ride(root, data, size) if not parts else ([], [])
+        ridden, get = len(nodes), tree.nodes.get
+        key = nodes[-1].id if nodes else root
+        for chunk in split_chunks(data, size, parts, ridden):
+            node = get((key, chunk))
+            if node is None or node.block < 0:
+                break
+            nodes.append(node)
+            found.append(node.block)
+            key = node.id
+        if len(nodes) > 2 * ridden and not parts:
+            nodes[0].trail = (data[: len(nodes) * size].copy(), nodes)
+        return [self._pick(node) for node in nodes] if self.names.twins else found
+
+    def _pick(self, node: Node) -> int:
+        counts = self.pool.ref_count
+        return next((b for b in (node.block, *node.twins) if counts[b]), node.block)
+
+    def forget(self, ids: BlockIds) -> None:
+        """Make `ids` unfindable: they are, or will be, overwritten, withdrawn or rewound into.
+
+        Blocks without a name are left alone.  Other blocks of the same name stay findable.
+        """
+        self.names.take_away(ids)
+
+    def publish(self, parent: Key, tokens: Tokens, ids: BlockIds, parts: Parts = NO_PARTS) -> Key:
+        """Make the blocks `ids`, which hold `tokens` behind `parent`, findable.
+
+        Args: `parent`, the key of the block before them, or the root; `tokens`
+        [len(ids) x block_size]; `parts`, extra parts by index of block.
+        Returns: the key of the last.  A key that has a block already gets a twin.
+        Raises, with nothing changed: ValueError for a parent that is gone, tokens that do not
+        fill the blocks, a block that nobody holds or that has another name.
+        """
+        names, ids = self.names, checked_ids(ids, self.pool.num_blocks)
+        chunks = filled_chunks(tokens, self.block_size, len(ids), parts)
+        above = names.tree.above(parent)
+        names.refuse(ids, names.tree.chain(parent, chunks))
+        nodes = names.give([above], chunks, ids)
+        return nodes[-1].id if nodes else parent
+
+    def publish_each(
+        self, parents: Sequence[Key], tokens: NDArray[np.int32], ids: BlockIds
+    ) -> list[Key]:
+        """`publish` for many rows at once, one block each; `tokens` [len(ids), block_size]."""
+        names, ids = self.names, checked_ids(ids, self.pool.num_blocks)
+        chunks = filled_chunks(tokens.reshape(-1), self.block_size, len(ids), NO_PARTS)
+        above = [names.tree.above(key) for key in parents]
+        if len(above) != len(ids):
+            raise ValueError(f"parents: {len(above)} for {len(ids)} blocks")
+        names.refuse(ids, map(names.tree.nodes.get, zip(parents, chunks, strict=True)))
+        return [node.id for node in names.give(above, chunks, ids)]
+
+    def reset(self) -> None:
+        """Make every block unfindable, as after new weights; a new generation begins."""
+        self.forget(range(self.pool.num_blocks))
+        self.generation += 1
+
+    def drain_events(self) -> list[Stored | Removed]:
+        """What became findable or ceased to be since the last call, oldest first."""
+        return self.names.events.drain() if self.names.events is not None else []
+
+
+def admit_cached(
+    manager: BlockManager,
+    cache: PrefixCache,
+    tokens: Tokens,
+    root: bytes = b"",
+    new_tokens: int | None = None,
+) -> tuple[int, int]:
+    """Open a row for `tokens`, over the blocks that hold its beginning already.
+
+    Args: `root` from `PrefixCache.root`; `new_tokens`, how many tokens beyond those found get
+    room now, as the first chunk of a prefill; None for all.
+    Returns: the row, and how many of its tokens were found; the others are to be computed.
+    Raises, with nothing changed: OutOfBlocks, counting idle blocks that are found as well;
+    ValueError for tokens that no row can hold, or no row left.
+    """
+    pool, tables, size = manager.pool, manager.tables, manager.block_size
+    if cache.pool is not pool or cache.block_size != size:
+        raise ValueError("cache: it belongs to another pool, or has another block size")
+    data = token_array(tokens)
+    if len(data) > tables.max_seq_len:
+        raise ValueError(f"tokens: {len(data)}, a row holds at most {tables.max_seq_len}")
+    hits = token_array(cache.match(root, data))
+    found, length = len(hits) * size, len(data)
+    if new_tokens is not None:
+        length = min(length, found + at_least(0, "new_tokens", new_tokens))
+    fresh = -(-length // size) - len(hits)
+    needed = fresh + len(hits) - int(np.count_nonzero(pool.ref_count[hits]))
+    if needed > pool.num_free:
+        raise OutOfBlocks(needed, pool.num_free)
+    row = tables.open()
+    pool.claim(hits)
+    taken = pool.take(fresh)
+    cache.forget(taken)
+    tables.table[row, : len(hits)] = hits
+    tables.num_blocks[row] = len(hits)
+    tables.extend(row, taken)
+    tables.seq_lens[row] = length
+    cache.count(len(data), found)
+    return row, found
+
+
+def publish_full(
+    manager: BlockManager,
+    cache: PrefixCache,
+    row: int,
+    tokens: Tokens,
+    published: int,
+    root: bytes = b"",
+) -> int:
+    """Publish the full blocks of `row` from index `published` on, as far as `tokens` go.
+
+    Args: `tokens`, the row's own from its first one, as far as they are known.
+    Returns: how many of its blocks are published now.  Where the block before is not findable
+    any more, or a block has left the window, nothing is published.
+    """
+    tables, size = manager.tables, manager.block_size
+    full = min(len(tokens), int(tables.seq_lens[row])) // size
+    if full <= at_least(0, "published", published):
+        return published
+    ids: list[int] = tables.table[row, max(0, published - 1) : full].tolist()
+    parent: Key | None = root if published == 0 else cache.key_of(ids.pop(0))
+    if parent is None or -1 in ids:
+        return published
+    cache.publish(parent, tokens[published * size : full * size], ids)
+    return full
+
+
+def publish_filled(
+    manager: BlockManager,
+    cache: PrefixCache,
+    rows: NDArray[np.int64],
+    tokens: NDArray[np.int32],
+    published: NDArray[np.int64],
+    roots: Sequence[bytes],
+) -> None:
+    """`publish_full` for many rows whose next block has just filled, one block each.
+
+    Args: `rows` [n], all different; `tokens` [max_seqs, max_seq_len], known up to the end of
+    that block; `published` [max_seqs], raised in place; `roots` [n].
+    """
+    table, size, index = manager.tables.table, manager.block_size, published[rows]
+    blocks = tokens[:, : tokens.shape[1] // size * size].reshape(len(tokens), -1, size)
+    at, ids = index.tolist(), table[rows, index].tolist()
+    lens, above = manager.tables.seq_lens[rows].tolist(), table[rows, index - 1].tolist()
+    keep, parents = [], []
+    for n, (root, first) in enumerate(zip(roots, at, strict=True)):
+        parent = root if first == 0 else cache.key_of(above[n])
+        if parent is not None and ids[n] >= 0 and lens[n] >= (at[n] + 1) * size:
+            keep.append(n)
+            parents.append(parent)
+    cache.publish_each(parents, blocks[rows[keep], index[keep]], [ids[n] for n in keep])
+    published[rows[keep]] += 1
+
+
+def give_back(manager: BlockManager, row: int) -> None:
+    """Close `row` and give its blocks back, the tail first: a parent outlasts its children."""
+    manager.pool.release(manager.tables.detach(row)[::-1])
