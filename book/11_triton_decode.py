@@ -363,8 +363,9 @@ print([int(t) for t in layers[2][:, 0, 0]])
 # %% tags=["hide-input"]
 for row in result["moves"]:
     rate = {name: row["bytes"] / us / 1e6 for name, us in row["us"].items()}
-    print(f"measured: {row['case']:26}", ", ".join(f"{name} {us:.1f} us {rate[name]:.2f} TB/s"
-                                                   for name, us in row["us"].items()))
+    print(f"measured: {row['case']}")
+    for name, us in row["us"].items():
+        print(f"measured:   {name:26} {us:7.1f} us {rate[name]:5.2f} TB/s")
 
 # %% [markdown]
 # Above some hundred MB both kernels run at the pace of a device copy or above it; below, what is
