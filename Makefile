@@ -12,6 +12,8 @@ MAKEFLAGS += --no-print-directory
 
 PYTHON  ?= python3
 WORKERS ?= 2
+# What `make demo` adds to `paged-kv watch --questions`.
+DEMO ?= --requests 60 --rate 0.8 --blocks 160 --seconds 90
 # Where `make gpu` looks for torch with CUDA.
 GPU_PYTHON ?= python3
 
@@ -93,9 +95,21 @@ nbval: $(READY)  ## run every cell of every notebook, compare with the stored ou
 	$(PY) -m pytest --nbval --nbval-current-env --nbval-sanitize-with book/nbval_sanitize.cfg \
 	  -n $(WORKERS) --dist loadscope book
 
+# ---------------------------------------------------------------- using it
+
+# Two minutes on two cores: real questions, as many a second as those can just answer.
+.PHONY: demo student
+demo: env model  ## the small model under load, with a live view of its blocks, for 90 s
+	$(call stage,demo) \
+	OMP_NUM_THREADS=$(WORKERS) .venv/bin/paged-kv watch --questions $(DEMO)
+
+student: $(READY)  ## the student edition: notebooks in _build/student, exported bodies left for you
+	$(call stage,student edition) \
+	$(PY) tools/student.py --out _build/student
+
 # ---------------------------------------------------------------- writing
 
-.PHONY: lab chapter execute check gpu lock
+.PHONY: lab chapter execute check audit gpu lock
 lab: env model  ## open the notebooks in JupyterLab
 	$(PY) -m jupyterlab book
 
@@ -112,6 +126,10 @@ check: lint  ## in seconds: lint, types, pairs in step, package equal to its cha
 	$(call stage,pairs and export) \
 	$(PY) tools/sync.py --check; \
 	$(PY) tools/export.py --check
+
+audit: $(READY)  ## in seconds: numbers, links, names, sources, pictures, spelling; each finding with its page
+	$(call stage,audit) \
+	$(PY) tools/audit.py
 
 gpu:  ## run the GPU tests on a machine with CUDA (GPU_PYTHON=python3)
 	@$(GPU_PYTHON) -c 'import torch; raise SystemExit(not torch.cuda.is_available())' 2>/dev/null || \

@@ -26,7 +26,8 @@ from transformers import DynamicCache
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import write_result
-from paged_kv.block_manager import BlockManager, slot_mapping
+from paged_kv.block_manager import BlockManager
+from paged_kv.block_tables import slot_mapping
 from paged_kv.copy_on_write import blocks_held, fork, fork_many, make_writable, rewire
 from paged_kv.kv_store import KVStore
 from paged_kv.sizing import KVSpec, MiB

@@ -8,6 +8,10 @@ tokenizer gives them, as lists, and do the same work for each request: name its 
 allocate, decode DECODED tokens in a batch of RUNNING requests, publish what fills, release.
 Ours and theirs take turns, and the clock is that of the one thread at work, so that other programs on
 the machine do not count.
+
+The headline is the quotient of the whole bookkeeping (key, match, allocate, decode, release) at DECODED tokens a
+request.  The quotient depends on that number, since a step of decoding costs us less and them more than anything else
+does; so both workloads are run with each number of SWEEP too, and all quotients are stored.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ from paged_kv.prefix_keys import split_chunks, token_array
 
 BLOCK_SIZE, MAX_LEN, VOCAB = 16, 8192, 32_000
 RUNNING, DECODED = 64, 64  # requests at a time; tokens each, about the mean answer to an Alpaca prompt
+SWEEP = (1, 16, 64, 256)
 POOL = 8192
 Wave = list[tuple[str, list[int]]]
 
@@ -47,7 +52,7 @@ def shared_prompt(requests: int = 2000) -> Iterator[Wave]:
         yield [(name, shared + draw.choices(range(VOCAB), k=100)) for name in names[start : start + RUNNING]]
 
 
-def agent_sessions(sessions: int = 500, turns: int = 8, active: int = 128) -> Iterator[Wave]:
+def agent_sessions(sessions: int = 500, turns: int = 8, active: int = 128, decoded: int = DECODED) -> Iterator[Wave]:
     """(b) Sessions behind a 3,000-token tool block; each turn repeats all before it and adds a message.
 
     `active` sessions are under way at a time and take turns in random order.
@@ -66,7 +71,7 @@ def agent_sessions(sessions: int = 500, turns: int = 8, active: int = 128) -> It
             tokens, turn = history[session]
             prompt = tokens + draw.choices(range(VOCAB), k=draw.randint(40, 200))
             wave.append((f"b{session}.{turn}", prompt))
-            answer = [sampled(f"b{session}.{turn}", step) for step in range(DECODED)]
+            answer = [sampled(f"b{session}.{turn}", step) for step in range(decoded)]
             history[session] = (prompt + answer, turn + 1)
             if turn + 1 == turns:
                 under_way.remove(session)
@@ -96,7 +101,7 @@ class Ours:
         self.hits = 0
 
     def run(self, wave: Wave, outputs: list[list[int]], lap: Callable[[str], None]) -> None:
-        """Serve one wave; `outputs` [DECODED][wave] are the tokens it samples."""
+        """Serve one wave; `outputs` [decoded][wave] are the tokens it samples."""
         manager, cache = self.manager, self.cache
         rows = []
         for _, prompt in wave:
@@ -111,9 +116,10 @@ class Ours:
             rows.append(row)
         batch = np.array(rows)
         for output in outputs:
-            self.tokens[batch, manager.tables.seq_lens[batch]] = output
+            lens = manager.tables.seq_lens[batch]
+            self.tokens[batch, lens] = output
             cache.forget(manager.append(batch))
-            full = batch[manager.tables.seq_lens[batch] % BLOCK_SIZE == 0]
+            full = batch[(lens + 1) % BLOCK_SIZE == 0]
             if len(full):
                 publish_filled(manager, cache, full, self.tokens, self.published, self.roots[: len(full)])
         lap("decode")
@@ -169,11 +175,11 @@ class Laps:
         self.last = time.thread_time()
 
 
-def contest(waves: list[Wave], sides: dict[str, Any]) -> tuple[dict[str, float], float]:
+def contest(waves: list[Wave], sides: dict[str, Any], decoded: int = DECODED) -> tuple[dict[str, float], float]:
     """Microseconds a request of each side, wave by wave in turns; and the median of the quotients."""
     times: dict[str, list[float]] = {name: [] for name in sides}
     for wave in waves:
-        outputs = [[sampled(name, step) for name, _ in wave] for step in range(DECODED)]
+        outputs = [[sampled(name, step) for name, _ in wave] for step in range(decoded)]
         for name, side in sides.items():
             start = time.thread_time()
             side.run(wave, outputs, no_lap)
@@ -305,6 +311,20 @@ def key_costs(peer: bool, rounds: int) -> list[dict[str, Any]]:
     return [*rows.values(), *({"key": name, "skipped": reason} for name, reason in missing.items())]
 
 
+def sweep(kinds: dict[str, Any], share: int) -> list[dict[str, Any]]:
+    """Both workloads once for each number of decoded tokens."""
+    rows = []
+    for decoded in SWEEP:
+        shared, agent = shared_prompt(2000 // share), agent_sessions(500 // share, decoded=decoded)
+        for name, waves in (("shared", list(shared)), ("agent", list(agent))):
+            pool = POOL if name == "shared" or decoded <= DECODED else 2 * POOL  # long answers of all 64 would not fit
+            us, quotient = contest(waves, {side: kind(pool) for side, kind in kinds.items()}, decoded)
+            row: dict[str, Any] = {"workload": name, "decoded": decoded, "blocks": pool, "x_vllm": round(quotient, 2)}
+            rows.append(row | {f"us_request_{side}": round(each, 1) for side, each in us.items()})
+            print(rows[-1])
+    return rows
+
+
 def main() -> None:
     """Time keys, then both workloads, print tables, write the JSON if the peer was there."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -340,6 +360,7 @@ def main() -> None:
         rows.append(row)
         print(row)
         headline |= {f"x_vllm_{name}": row["x_vllm"], f"hit_rate_{name}": row["hit_rate_ours"]}
+    by_decoded = sweep(kinds, share)
     if not asked.peer or asked.quick:
         return
     us = {row["key"]: row.get("us_block_lists") for row in keys}
@@ -349,7 +370,7 @@ def main() -> None:
         modules=["block_pool", "block_manager", "prefix_keys", "block_names", "prefix_cache"],
         workload=f"{BLOCK_SIZE}-token blocks, {POOL} of them, {RUNNING} requests at once, {DECODED} tokens decoded. "
         "shared: 2,000 requests of 2,000 shared + 100 own tokens; agent: 500 sessions x 8 turns behind 3,000 tokens, "
-        "40 to 200 new tokens a turn, 128 sessions under way. Tokens as lists. "
+        "40 to 200 new tokens a turn, 128 sessions under way. Tokens as lists. Sweep: other numbers of decoded tokens. "
         "Keys: 128 known blocks named and looked up; vLLM's row names them only",
         repeats=repeats,
         statistic="median over waves of requests, processor time of the thread, taking turns; x_vllm: median quotient",
@@ -357,6 +378,7 @@ def main() -> None:
         headline=headline,
         packages=("numpy", "vllm", "blake3", "xxhash"),
         keys=keys,
+        sweep=by_decoded,
     )
     print(path)
 

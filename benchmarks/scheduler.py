@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.common import write_result
 from paged_kv import row_state, scheduler
 from paged_kv.block_manager import BlockManager
+from paged_kv.block_names import BlockNames
 from paged_kv.prefix_cache import PrefixCache
 from paged_kv.request import Request
 from paged_kv.scheduler import Scheduler
@@ -54,7 +55,7 @@ def workload(count: int) -> list[tuple[int, int]]:
 def churn_blocks(work: list[tuple[int, int]]) -> Iterator[int]:
     """Our BlockManager; yields the tokens of each step."""
     manager = BlockManager(BLOCKS, BLOCK_SIZE, RUNNING, MAX_LEN)
-    tokens, ends = np.zeros((RUNNING, MAX_LEN + 1), np.int32), np.zeros(RUNNING, np.int64)
+    tokens, ends = np.zeros(RUNNING * MAX_LEN, np.int32), np.zeros(RUNNING, np.int64)
     rows, waiting = np.empty(0, np.int64), iter(work)
     yield 0
     while True:
@@ -65,17 +66,16 @@ def churn_blocks(work: list[tuple[int, int]]) -> Iterator[int]:
             if len(rows) + len(new) == RUNNING:
                 break
         if new:
-            rows = np.append(rows, new)
+            rows = np.concatenate([rows, new])
         lens = manager.tables.seq_lens[rows]
-        done = lens >= ends[rows]
-        if done.any():
-            for row in rows[done].tolist():
+        going = lens < ends[rows]
+        if np.count_nonzero(going) < len(rows):
+            for row in rows[~going].tolist():
                 manager.finish(row)
-            rows = rows[~done]
-            lens = lens[~done]
+            rows, lens = rows[going], lens[going]
         if not len(rows):
             return
-        tokens[rows, lens] = 7
+        tokens[rows * MAX_LEN + lens] = 7
         manager.append(rows)
         yield len(rows)
 
@@ -218,11 +218,11 @@ def profile(running: int) -> list[dict[str, Any]]:
 
     parts = [
         (scheduler, "share_budget", "who runs: share the budget"),
-        (BlockManager, "append", "blocks: append"),
-        (PrefixCache, "forget", "keys: forget taken blocks"),
+        (scheduler, "advance", "blocks: take and enter"),
+        (BlockNames, "take_away", "keys: forget taken blocks"),
         (scheduler, "next_plan", "the plan's arrays"),
         (row_state.RowState, "record", "tokens and stop checks"),
-        (scheduler, "publish", "keys: publish filled blocks"),
+        (scheduler, "publish_turn", "keys: publish filled blocks"),
         (Scheduler, "schedule", "schedule"),
         (Scheduler, "commit", "commit"),
     ]

@@ -42,10 +42,12 @@ warnings.filterwarnings("ignore", message="IProgress not found")  # we show no p
 import numpy as np
 import torch
 
-from paged_kv.block_manager import BlockManager
 from paged_kv.draw import draw_pool
-from paged_kv.hf_adapter import continuous_decode, guest_spec, host, load_guest
+from paged_kv.engine import Engine
+from paged_kv.hf_adapter import guest_spec, load_guest
 from paged_kv.packed_batch import pack
+from paged_kv.runner import EagerRunner
+from paged_kv.sampling_params import SamplingOptions
 
 model, tokenizer = load_guest()
 spec = guest_spec(model)
@@ -151,7 +153,6 @@ class Trapped:
                 kind.update = update
 
 
-guest = host(model, num_blocks, B)
 with Trapped():
     try:
         model.generate(torch.tensor([prompts["A"]]), max_new_tokens=1, do_sample=False)
@@ -159,25 +160,34 @@ with Trapped():
         print("the library by itself:", error)
 
 # %% [markdown]
-# The trap works. Now ours: a loop in which each step feeds the newest token of every
-# conversation through the model, all in one row, and appends what comes out. We always take the
-# likeliest token, so that there is only one right answer.
+# The trap works. Now ours. The engine of chapter 13 takes the model and a number of blocks; it is given
+# eight prompts and gives eight answers. In each of its steps the newest token of every conversation goes through
+# the model, all in one row, and what comes out is appended. We always take the likeliest token, so that there
+# is only one right answer. To watch, we look over the shoulder of whoever runs the steps.
 
 # %%
-manager = BlockManager(num_blocks, B, max_seqs=8, max_seq_len=8192)
-stop = {tokenizer.eos_token_id}
 snapshots = []
+
+
+class Watched(EagerRunner):
+    """Runs each step as always; keeps a picture of the pool first."""
+
+    def forward(self, plan, sampled):
+        rows = engine.scheduler.home.running.tolist()
+        snapshots.append(engine.manager.snapshot(dict(zip(prompts, rows, strict=True))))
+        return super().forward(plan, sampled)
+
+
+settings = {"num_blocks": num_blocks, "block_size": B, "prefix_caching": False}
+engine = Engine(model, tokenizer, runner=Watched, **settings)
 with Trapped():
-    for state in continuous_decode(guest, manager, list(prompts.values()), NEW, stop):
-        names = {chat: state.running[i] for i, chat in enumerate(prompts) if i in state.running}
-        snapshots.append(manager.snapshot(names))
-answers = dict(zip(prompts, state.output, strict=True))
-manager.check()
-print("steps:", len(snapshots), "  tokens:", sum(map(len, answers.values())))
+    answers = dict(zip(prompts, engine.generate(list(prompts.values()), NEW), strict=True))
+engine.check()
+print("steps:", engine.stats.steps, "  tokens:", engine.stats.tokens_made)
 
 # %%
-for chat, ids in answers.items():
-    text = tokenizer.decode(ids, skip_special_tokens=True).replace("\n", " ")
+for chat, answer in answers.items():
+    text = answer.text.replace("\n", " ")
     print(f"{chat}: {text[:88]}...")
 
 # %% [markdown]
@@ -255,8 +265,9 @@ def compare(ours, reference, gaps, allowed):
 
 
 references = {chat: by_itself(ids) for chat, ids in prompts.items()}
-allowed = 4 * guest.report.noise
-verdicts = {chat: compare(answers[chat], *references[chat], allowed) for chat in prompts}
+allowed = 4 * engine.guest.report.noise
+ours = {chat: answer.texts[0].token_ids for chat, answer in answers.items()}
+verdicts = {chat: compare(ours[chat], *references[chat], allowed) for chat in prompts}
 for verdict in ("equal", "excused", "different"):
     print(f"{verdict:9}", *(chat for chat in prompts if verdicts[chat] == verdict))
 print("tokens compared:", *(len(tokens) for tokens, _ in references.values()))
@@ -281,23 +292,26 @@ assert "different" not in verdicts.values()
 # :::
 
 # %%
-again = continuous_decode(guest, manager, list(prompts.values()), NEW, stop)
+engine = Engine(model, tokenizer, **settings)
+for ids in prompts.values():
+    engine.add_request(ids, NEW)
 for _ in range(12):
-    state = next(again)  # twelve tokens into the answers, hold on
-rows = list(state.running.values())
-newest = [state.output[i][-1:] for i in state.running]
+    engine.step()  # twelve tokens into the answers, hold on
+manager, store, state = engine.manager, engine.guest.store, engine.scheduler.home.rows
+rows = engine.scheduler.home.running.tolist()
+newest = [state.tokens[row, state.known[row] - 1 : state.known[row]].tolist() for row in rows]
 manager.append(rows)
 
-saved = [tensor.clone() for tensor in guest.store.tensors]
+saved = [tensor.clone() for tensor in store.tensors]
 table = manager.tables.table.copy()
 
 
 def next_logits(places, tell):
     """The next step, with the bytes of block b moved to places[b], and the tables told or not."""
-    for tensor, old in zip(guest.store.tensors, saved, strict=True):
+    for tensor, old in zip(store.tensors, saved, strict=True):
         tensor[torch.from_numpy(places)] = old
     manager.tables.table[:] = np.where(table >= 0, places[table], -1) if tell else table
-    return guest.forward(pack(manager.tables, rows, newest))
+    return engine.guest.forward(pack(manager.tables, rows, newest))
 
 
 stay = np.arange(num_blocks)
@@ -314,7 +328,7 @@ for tell in (False, True):
 
 # %%
 manager.check()  # every block still counted once
-draw_pool(manager.snapshot({chat: rows[i] for i, chat in enumerate(prompts)}),
+draw_pool(manager.snapshot(dict(zip(prompts, rows, strict=True))),
           title="Shuffled, and the tables know")
 
 # %% [markdown]
@@ -322,6 +336,44 @@ draw_pool(manager.snapshot({chat: rows[i] for i, chat in enumerate(prompts)}),
 # message; which is why every part of this book comes with a check that something else must agree
 # with.
 #
+# ## What blocks make possible
+#
+# Tables say where tokens lie, and nothing says that two tables may not name the same block. So memory can be
+# shared. F asks again, word for word: the keys and values of its question are still in the pool. Only the end
+# of it, behind the last full block, and the tokens of the answer are run.
+
+# %%
+engine = Engine(model, tokenizer, num_blocks=num_blocks, block_size=B)
+for turn in ("first", "again"):
+    before = engine.tokens_run
+    answer = engine.generate([prompts["F"]], 8)[0]
+    print(f"F {turn}: {len(prompts['F'])} tokens asked, {answer.hit_tokens} found,",
+          f"{engine.tokens_run - before} run")
+    assert answer.texts[0].token_ids == ours["F"][:8]
+
+# %% [markdown]
+# Two answers to one question share it too, until they differ. Here A gets two, drawn by lot and not
+# by the greatest likelihood; a shared block bears both letters.
+
+# %%
+engine.add_request(prompts["A"], 12, n=2, sampling=SamplingOptions(temperature=1.0, seed=1))
+for _ in range(6):
+    engine.step()
+first, second = engine.scheduler.home.running.tolist()
+ids = engine.manager.tables.ids
+print("one table:", ids(first), " the other:", ids(second))
+for piece in engine.run():
+    if piece.answer:
+        print(*(f"{text.index}: {text.text!r}" for text in piece.answer.texts), sep="\n")
+
+# %% [markdown]
+# And nobody has to wait for the end. An answer can be read as it comes, piece by piece, while others are served.
+
+# %%
+print(*(piece.text for piece in engine.stream(prompts["B"], 16)), sep="|")
+engine.check()
+
+# %% [markdown]
 # ## What you have seen, and what comes next
 #
 # - A model must remember every token it has read: here 46,080 B for each.
@@ -330,9 +382,10 @@ draw_pool(manager.snapshot({chat: rows[i] for i, chat in enumerate(prompts)}),
 # - Attention that reads through a table gives the same answers.
 # - When a conversation ends, its blocks go to whoever comes next.
 #
-# What you have *not* seen is how the same tables let conversations share memory, how a server decides
-# who runs when there is not enough, and what it takes for the reading to be as fast as memory
-# allows. That is the second half of the book.
+# - Whatever two texts have in common from the start needs to be computed and kept once.
+#
+# What you have *not* seen is how a server decides who runs when there is not enough, and what it takes for the reading
+# to be as fast as memory allows. That is the second half of the book.
 
 # %% tags=["hide-input"]
 print(f"a token: {spec.bytes_per_token:,} B")
@@ -344,14 +397,14 @@ print(f"a token: {spec.bytes_per_token:,} B")
 # | [02 contiguous pool](02_contiguous_pool) | What is wrong with reservations? | three kinds of waste, measured |
 # | [03 block manager](03_block_manager) | Who owns which block? | `BlockPool`, `BlockManager` |
 # | [04 paged attention](04_paged_attention) | How does attention read scattered tokens? | `KVStore`, the oracle of every kernel |
-# | [05 guest model](05_guest_model) | How does a model we did not write use it? | the loop of this page, in thirty lines |
+# | [05 guest model](05_guest_model) | How does a model we did not write use it? | a serving loop in thirty lines |
 # | 06 copy-on-write | Can two texts share a block? | fork, and who copies when |
 # | 07 sampling and beams | Many answers to one question? | shared prompts, beam search |
 # | 08 prefix hashing | Has somebody asked this before? | a cache of whole prefixes |
 # | 09 scheduling | Who runs in this step? | token budgets, chunked prompts |
 # | 10 preemption | And if memory runs out? | recompute or swap, and what each costs |
 # | 11, 12 Triton kernels | How fast can the table be read? | kernels near the speed of memory |
-# | 13 engine, 14 full speed | Does it serve? | continuous batching; CUDA graphs |
+# | 13 engine, 14 full speed | Does it serve? | `Engine`, which ran this page; CUDA graphs |
 #
 # Start with [chapter 01](01_kv_sizing) if you have never seen the inside of a language model, with
 # [chapter 03](03_block_manager) if you know what attention is and want the tables.

@@ -51,8 +51,7 @@ print("a request for 12 in a row is", "served" if longest >= 12 else "refused")
 # | `BlockTables` | which ids make up which sequence | which ids are free |
 # | `BlockManager` | how to keep the two in step | the bytes |
 #
-# The bytes themselves come in the next chapter. Nothing here would change if a block held a
-# megabyte or a letter.
+# The bytes themselves come in the next chapter.
 #
 # ## A pool of ids
 #
@@ -81,9 +80,10 @@ The pool knows ids only.  It has never seen a token or a byte.
 
 from __future__ import annotations
 
-import operator
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -154,21 +154,35 @@ print(BlockPool(num_blocks=8))
 # `claim` adds a holder to blocks that are named, whether idle or held, and leaves their bytes in
 # peace. `release` drops a holder, and a block that nobody holds any more joins the back of the queue.
 # First-in, first-out is a decision: the block given back last is reused last, so its bytes survive
-# for as long as possible. Today nobody cares; chapter 8 lives on it.
+# for as long as possible. Today nobody cares; chapter 8 lives on it. `hold` and `drop` are `claim` and
+# `release` without the check of the ids, for callers that read them off a table: at a hundred blocks a
+# sequence the check costs as much as the rest.
 
 # %% tags=["export:block_pool"]
 def checked_ids(ids: BlockIds, num_blocks: int) -> list[int]:
     """`ids` as a list; ValueError unless all are blocks of the pool and none is named twice."""
+    return _packed(ids, num_blocks).tolist()
+
+
+def places_of(ids: BlockIds, num_blocks: int) -> NDArray[np.int64]:
+    """`checked_ids` as int64 [n], to index arrays with."""
+    return np.array(_packed(ids, num_blocks), np.int64)
+
+
+def _packed(ids: BlockIds, num_blocks: int) -> array[int]:
+    named, packed = ids.tolist() if isinstance(ids, np.ndarray) else list(ids), None
     try:
-        ids = list(map(operator.index, ids.tolist() if isinstance(ids, np.ndarray) else ids))
+        packed = array("I", named)  # the quickest way to see that all are whole numbers, 0 or more
     except TypeError:
         raise ValueError(f"ids: {ids!r} are not block ids, which are whole numbers") from None
-    if ids and not (0 <= min(ids) and max(ids) < num_blocks):
-        bad = next(block for block in ids if not 0 <= block < num_blocks)
+    except OverflowError:
+        pass  # a number below 0, or a very large one: foreign
+    if packed is None or max(named, default=0) >= num_blocks:
+        bad = next(block for block in named if not 0 <= block < num_blocks)
         raise ValueError(f"ids: block {bad} is foreign, ids are 0 to {num_blocks - 1}")
-    if len(set(ids)) != len(ids):
-        raise ValueError(f"ids: {ids} names a block twice")
-    return ids
+    if len(set(named)) != len(named):
+        raise ValueError(f"ids: {named} names a block twice")
+    return packed
 
 
 # %% tags=["export:block_pool"]
@@ -180,8 +194,9 @@ class BlockPool(BlockPool):  # type: ignore
         """
         if not 0 <= count <= len(self._free):
             raise OutOfBlocks(at_least(0, "count", count), len(self._free))
-        pop = self._free.popitem
-        ids = [pop(last=False)[0] for _ in range(count)]
+        ids = list(islice(self._free, count))
+        for block in ids:
+            del self._free[block]
         places = ids if count <= FEW else [np.array(ids)]  # single elements, or one array
         for place in places:
             self.ref_count[place] = 1
@@ -190,24 +205,43 @@ class BlockPool(BlockPool):  # type: ignore
 
     def claim(self, ids: BlockIds) -> None:
         """Count one holder more for each of `ids`, idle or held; the bytes stay as they are."""
-        ids = checked_ids(ids, self.num_blocks)
-        self.ref_count[np.array(ids, np.int64)] += 1
-        pull_out = self._free.pop
-        for block in ids:
-            pull_out(block, None)
+        self.hold(places_of(ids, self.num_blocks))
 
+    def hold(self, places: NDArray[np.int64]) -> None:
+        """`claim` unchecked, for a caller that found the ids in this pool's own records."""
+        held = self.ref_count[places]
+        self.ref_count[places] = held + 1
+        if np.count_nonzero(held) < len(held):
+            for block in places[held == 0].tolist():
+                del self._free[block]
+
+
+# %% tags=["export:block_pool"]
+class BlockPool(BlockPool):  # type: ignore
     def release(self, ids: BlockIds) -> None:
         """Count one holder less for each of `ids`; those at 0 queue up in the order given."""
-        ids = checked_ids(ids, self.num_blocks)
-        places = np.array(ids, np.int64)
-        left = self.ref_count[places] - 1
-        counts = left.tolist()
-        if -1 in counts:
-            raise ValueError(f"ids: block {ids[counts.index(-1)]} is free already, nobody holds it")
-        self.ref_count[places] = left
-        if any(counts):
-            ids = [block for block, count in zip(ids, counts, strict=True) if not count]
-        self._free.update(dict.fromkeys(ids))
+        self.drop(places_of(ids, self.num_blocks))
+
+    def drop(self, places: NDArray[np.int64]) -> None:
+        """`release` for a caller that has the ids from a table, where they stand once a row.
+
+        Raises, with nothing changed: ValueError for a block that nobody holds.
+        """
+        held, idle = self.ref_count[places], places.tolist()
+        counts = held.tolist()
+        if 0 in counts:
+            raise ValueError(f"ids: block {idle[counts.index(0)]} is free already, nobody holds it")
+        self.ref_count[places] = held - 1
+        if counts.count(1) < len(counts):
+            idle = places[held == 1].tolist()
+        for block in idle:
+            self._free[block] = None
+
+    def check(self) -> None:
+        """Assert I1 and that no count is negative.  O(num_blocks): for tests, not for serving."""
+        assert (self.ref_count >= 0).all(), "a count is negative"
+        idle = np.flatnonzero(self.ref_count == 0).tolist()
+        assert sorted(self._free) == idle, f"I1: free {sorted(self._free)}, count 0 {idle}"
 
 
 # %%
@@ -223,15 +257,6 @@ print(pool)
 # `np.add.at`; but a row never names a block twice, so a repeated id is a mistake worth reporting.
 #
 # Now break it on purpose.
-
-# %% tags=["export:block_pool"]
-class BlockPool(BlockPool):  # type: ignore
-    def check(self) -> None:
-        """Assert I1 and that no count is negative.  O(num_blocks): for tests, not for serving."""
-        assert (self.ref_count >= 0).all(), "a count is negative"
-        idle = np.flatnonzero(self.ref_count == 0).tolist()
-        assert sorted(self._free) == idle, f"I1: free {sorted(self._free)}, count 0 {idle}"
-
 
 # %%
 def attempt(action, *args):
@@ -303,10 +328,7 @@ print(f"K/V behind them, at 320 KiB a token: {4096 * 320 / 1024**2:.2f} GiB")
 
 # %% [markdown]
 # A table of 1 KiB stands guard over 1.25 GiB of keys and values, in a model that keeps 320 KiB a
-# token.
-#
-# The first operations: open a row, put blocks behind its last one, read its blocks, take the row
-# apart again.
+# token. The first operations: open a row, put blocks behind its last one, read them, take it apart.
 
 # %% tags=["export:block_manager"]
 """Block tables, and the manager that keeps them in step with the pool."""
@@ -334,7 +356,7 @@ class BlockTables:
         seq_lens        int32 [max_seqs]: tokens, -1 where the row is closed.
         writable_until  int32 [max_seqs]: tokens to which the row may grow unasked.
         guarded         rows whose tail must be looked at before they grow.
-        room            int [max_blocks + 1], constant: tokens that so many blocks hold.
+        room            int32 [max_blocks + 1], constant: tokens that so many blocks hold.
     Invariant: a row names no block twice, and behind its last block stands -1.
     Source: the block table of arXiv 2309.06180, section 4.2; one matrix for all rows as
     in vllm/v1/worker/block_table.py.
@@ -348,7 +370,8 @@ class BlockTables:
         self.num_blocks = np.zeros(max_seqs, np.int32)
         self.seq_lens = np.full(max_seqs, -1, np.int32)
         self.writable_until = np.full(max_seqs, -2, np.int32)
-        self.room = np.minimum(np.arange(self.table.shape[1] + 1) * block_size, max_seq_len)
+        room = np.minimum(np.arange(self.table.shape[1] + 1) * block_size, max_seq_len)
+        self.room = room.astype(np.int32)
         self.guarded: set[int] = set()
         self._closed = list(range(max_seqs))[::-1]
         self._checked_last = b""
@@ -368,7 +391,7 @@ class BlockTables(BlockTables):  # type: ignore
         """The blocks that `row` holds, first to last; dropped ones left out."""
         self._check_open(row)
         held: list[int] = self.table[row, : self.num_blocks[row]].tolist()
-        return [block for block in held if block >= 0]
+        return [block for block in held if block >= 0] if -1 in held else held
 
     def extend(self, row: int, ids: Sequence[int]) -> None:
         """Put `ids` behind the last block of `row`."""
@@ -472,6 +495,7 @@ tables.seq_lens[a] = 9
 print("row", tables.table[a])
 print("slots of tokens 3, 4, 8, 12:", slot_mapping(tables.table, a, [3, 4, 8, 12], 4))
 
+
 # %% [markdown]
 # Tokens 3 and 4 lie in slots 3 and 4, neighbours by chance. Token 8 lies in slot 20, since its
 # logical block 2 is physical block 5. Token 12 has no block, and its slot is -1, which everybody in
@@ -519,7 +543,7 @@ class BlockManager:
 
     def finish(self, row: int) -> None:
         """Close `row` and give its blocks back in table order."""
-        self.pool.release(self.tables.detach(row))
+        self.pool.drop(np.array(self.tables.detach(row), np.int64))
 
 
 # %% [markdown]
@@ -534,8 +558,9 @@ class BlockManager:
 # lowers `writable_until` to the present length; the next append to the row then falls out of the fast
 # path and looks. Reading never looks at all.
 #
-# First the parts that a batch needs. Checking it costs more than growing it, so a batch that comes
-# again unchanged, as it does in almost every step, is recognised by its bytes and not checked twice.
+# First the parts that a batch needs. A batch that comes again unchanged, as it does in almost every
+# step, is recognised by its bytes and not checked twice. Another one is checked as a whole, and row by
+# row only if it fails, to find out which row is to blame.
 
 # %% tags=["export:block_manager"]
 INT64 = np.dtype(np.int64)
@@ -555,13 +580,22 @@ def checked_rows(tables: BlockTables, rows: ArrayLike) -> NDArray[np.int64]:
         rows = as_rows(rows)
     batch = rows.tobytes()
     if batch != tables._checked_last:
-        named = rows.tolist()
-        for row in named:
-            tables._check_open(row)
-        if len(set(named)) != len(named):
-            raise ValueError(f"rows: {named} names a row twice")
+        if not (len(rows) > FEW and all_open_and_different(tables.seq_lens, rows)):
+            named = rows.tolist()
+            for row in named:
+                tables._check_open(row)
+            if len(set(named)) != len(named):
+                raise ValueError(f"rows: {named} names a row twice")
         tables._checked_last = batch
     return rows
+
+
+# %% tags=["export:block_manager"]
+def all_open_and_different(lens: NDArray[np.int32], rows: NDArray[np.int64]) -> bool:
+    """Whether all of `rows`, at least one, are open and none is named twice; in a few passes."""
+    if rows.max() >= len(lens) or rows.min() < 0:
+        return False
+    return bool(np.count_nonzero(np.bincount(rows)) == len(rows) and lens[rows].min() >= 0)
 
 
 def refuse_shared_tails(pool: BlockPool, tables: BlockTables, rows: set[int]) -> None:
@@ -592,31 +626,33 @@ def checked_counts(
     return counts.astype(np.int64)
 
 
-# %% tags=["export:block_manager"]
 def extend_each(
-    tables: BlockTables, rows: NDArray[np.int64], counts: list[int], ids: list[int]
+    tables: BlockTables, rows: NDArray[np.int64], counts: NDArray[np.int32] | int, ids: list[int]
 ) -> None:
-    """Put the next `counts[i]` of `ids` behind the last block of `rows[i]`."""
-    held = tables.num_blocks[rows]
-    if len(rows) > FEW and len(ids) == len(rows) and min(counts) == 1:
-        tables.table[rows, held] = ids
-        held += 1
-        tables.num_blocks[rows] = held
-        tables.writable_until[rows] = tables.room[held]
-        return
-    taken = iter(ids)
-    for row, start, count in zip(rows.tolist(), held.tolist(), counts, strict=True):
-        end = start + count
+    """Put the next of `ids` behind the last block of each of `rows`: `counts`, or counts[i]."""
+    held, taken = tables.num_blocks[rows], iter(ids)
+    ends = (held + counts).tolist()
+    for row, start, end in zip(rows.tolist(), held.tolist(), ends, strict=True):
         for index in range(start, end):
             tables.table[row, index] = next(taken)
         tables.num_blocks[row] = end
         tables.writable_until[row] = tables.room[end]
 
 
+def extend_by_one(
+    tables: BlockTables, rows: NDArray[np.int64], held: NDArray[np.int32], ids: ArrayLike
+) -> None:
+    """Put one of `ids` behind the `held` blocks of each of `rows`."""
+    tables.table[rows, held] = ids
+    more = held + 1
+    tables.num_blocks[rows] = more
+    tables.writable_until[rows] = tables.room[more]
+
+
 # %% [markdown]
-# `extend_each` has two ways, as `take` has, because NumPy has a price of entry: a few array
-# operations cost as much as a Python loop over some eight elements. Below that the loop wins, above
-# it the arrays do.
+# There are two ways to extend, as `take` and `checked_rows` have two, because NumPy has a price of
+# entry: a few array operations cost as much as a Python loop over some eight elements. Below that the
+# loop wins, above it the arrays do.
 
 # %% tags=["export:block_manager"]
 class BlockManager(BlockManager):  # type: ignore
@@ -633,7 +669,8 @@ class BlockManager(BlockManager):  # type: ignore
             new_tokens = checked_counts(tables, rows, new_tokens)
         ends = tables.seq_lens[rows] + new_tokens
         beyond = (ends > tables.writable_until[rows]).nonzero()[0]
-        taken = self._grow(rows[beyond], ends[beyond].tolist()) if len(beyond) else []
+        one_each = type(new_tokens) is int and new_tokens == 1 and not tables.guarded
+        taken = _grow(self, rows[beyond], ends[beyond], one_each) if len(beyond) else []
         tables.seq_lens[rows] = ends
         return taken
 
@@ -641,24 +678,39 @@ class BlockManager(BlockManager):  # type: ignore
         """Blocks that `rows` need, all together, to take `new_tokens` tokens more each."""
         rows = checked_rows(self.tables, rows)
         ends = self.tables.seq_lens[rows] + checked_counts(self.tables, rows, new_tokens)
-        return sum(self._missing(rows, ends.tolist()))
+        return int(missing_blocks(self.tables, rows, ends).sum())
 
-    def _missing(self, rows: NDArray[np.int64], ends: list[int]) -> list[int]:
-        held = self.tables.num_blocks[rows].tolist()
-        wanted = [-(-end // self.block_size) for end in ends]
-        return [max(0, all_of - have) for all_of, have in zip(wanted, held, strict=True)]
 
-    def _grow(self, rows: NDArray[np.int64], ends: list[int]) -> list[int]:
-        tables = self.tables
-        if max(ends) > tables.max_seq_len:
-            raise ValueError(f"new_tokens: {max(ends)}, a row holds {tables.max_seq_len} tokens")
-        guarded = tables.guarded.intersection(rows.tolist()) if tables.guarded else set()
-        refuse_shared_tails(self.pool, tables, guarded)
-        missing = self._missing(rows, ends)
-        taken = self.pool.take(sum(missing))
-        extend_each(tables, rows, missing, taken)
-        tables.guarded -= guarded
+# %% tags=["export:block_manager"]
+def missing_blocks(
+    tables: BlockTables, rows: NDArray[np.int64], ends: NDArray[Any]
+) -> NDArray[np.int32]:
+    """How many blocks each of `rows` lacks to hold `ends` tokens."""
+    missing: NDArray[np.int32] = -(-ends // tables.block_size) - tables.num_blocks[rows]
+    return np.maximum(missing, 0)
+
+
+def _grow(
+    manager: BlockManager, rows: NDArray[np.int64], ends: NDArray[Any], one_each: bool
+) -> list[int]:
+    """Take and append the blocks that `rows` lack; all or nothing.  Returns their ids."""
+    pool, tables = manager.pool, manager.tables
+    if (longest := max(ends.tolist())) > tables.max_seq_len:
+        raise ValueError(f"new_tokens: {longest}, a row holds {tables.max_seq_len} tokens")
+    if one_each:  # each is beyond its blocks by one token
+        taken = pool.take(len(rows))
+        if len(rows) > FEW:
+            extend_by_one(tables, rows, tables.num_blocks[rows], taken)
+        else:
+            extend_each(tables, rows, 1, taken)
         return taken
+    guarded = tables.guarded.intersection(rows.tolist())
+    refuse_shared_tails(pool, tables, guarded)
+    missing = missing_blocks(tables, rows, ends)
+    taken = pool.take(int(missing.sum()))
+    extend_each(tables, rows, missing, taken)
+    tables.guarded -= guarded
+    return taken
 
 
 # %% [markdown]
@@ -961,13 +1013,15 @@ for row in measured:
 # :::{admonition} Predict
 # :class: tip
 # The decode batch is the same from step to step and `checked_rows` recognises it by its bytes. What if
-# every step comes with a batch in a different order?
+# every step comes with a batch in a different order? How often does it look at a single row?
 # :::
 #
 # :::{dropdown} Reasoning
-# Each is checked in full: a Python loop over the rows. The step becomes linear in the batch again, at
-# a fraction of a microsecond a row. A scheduler that keeps its rows in one order is worth having. The
-# cell counts the calls instead of timing them.
+# Each is checked in full, but not row by row: the largest and the smallest row, how many different
+# ones there are, and the shortest length say that all is well, in a few passes over the batch. Only up
+# to eight rows a loop is quicker, and only a batch that fails needs it, to name the culprit. A
+# scheduler that keeps its rows in one order still saves the passes. The cell counts the calls instead
+# of timing them.
 # :::
 
 # %%
@@ -977,11 +1031,14 @@ crowd = BlockManager(num_blocks=800, block_size=16, max_seqs=256, max_seq_len=25
 batch = np.array([crowd.add(16) for _ in range(256)])
 shuffles = [rng.permutation(256) for _ in range(10)]
 look = BlockTables._check_open
-for name, batches in [("same order", [batch] * 10), ("shuffled", shuffles)]:
+cases = [("same order", [batch] * 10), ("shuffled", shuffles),
+         ("eight rows, shuffled", [rng.permutation(8) for _ in range(10)])]
+for name, batches in cases:
     with patch.object(BlockTables, "_check_open", autospec=True, side_effect=look) as counted:
         for rows_of_step in batches:
             crowd.append(rows_of_step)
-    print(f"{name}: {counted.call_count} rows checked in {len(batches)} steps")
+    print(f"{name}: {counted.call_count} rows looked at in {len(batches)} steps")
+attempt(crowd.append, np.append(batch[1:], 255))
 
 # %% [markdown]
 # ## Break it

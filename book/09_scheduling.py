@@ -1619,8 +1619,6 @@ from paged_kv.prefix_cache import PrefixCache
 from paged_kv.sizing import at_least
 
 
-
-
 # %% tags=["export:scheduler"]
 class Scheduler:
     """Requests over one block manager: which tokens run next, until each request has ended.

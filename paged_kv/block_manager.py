@@ -24,7 +24,7 @@ class BlockTables:
         seq_lens        int32 [max_seqs]: tokens, -1 where the row is closed.
         writable_until  int32 [max_seqs]: tokens to which the row may grow unasked.
         guarded         rows whose tail must be looked at before they grow.
-        room            int [max_blocks + 1], constant: tokens that so many blocks hold.
+        room            int32 [max_blocks + 1], constant: tokens that so many blocks hold.
     Invariant: a row names no block twice, and behind its last block stands -1.
     Source: the block table of arXiv 2309.06180, section 4.2; one matrix for all rows as
     in vllm/v1/worker/block_table.py.
@@ -38,7 +38,8 @@ class BlockTables:
         self.num_blocks = np.zeros(max_seqs, np.int32)
         self.seq_lens = np.full(max_seqs, -1, np.int32)
         self.writable_until = np.full(max_seqs, -2, np.int32)
-        self.room = np.minimum(np.arange(self.table.shape[1] + 1) * block_size, max_seq_len)
+        room = np.minimum(np.arange(self.table.shape[1] + 1) * block_size, max_seq_len)
+        self.room = room.astype(np.int32)
         self.guarded: set[int] = set()
         self._closed = list(range(max_seqs))[::-1]
         self._checked_last = b""
@@ -55,7 +56,7 @@ class BlockTables:
         """The blocks that `row` holds, first to last; dropped ones left out."""
         self._check_open(row)
         held: list[int] = self.table[row, : self.num_blocks[row]].tolist()
-        return [block for block in held if block >= 0]
+        return [block for block in held if block >= 0] if -1 in held else held
 
     def extend(self, row: int, ids: Sequence[int]) -> None:
         """Put `ids` behind the last block of `row`."""
@@ -163,7 +164,7 @@ class BlockManager:
 
     def finish(self, row: int) -> None:
         """Close `row` and give its blocks back in table order."""
-        self.pool.release(self.tables.detach(row))
+        self.pool.drop(np.array(self.tables.detach(row), np.int64))
 
     def append(self, rows: ArrayLike, new_tokens: TokenCounts = 1) -> list[int]:
         """Give each of `rows` room for `new_tokens` tokens more, one number or one a row.
@@ -178,7 +179,8 @@ class BlockManager:
             new_tokens = checked_counts(tables, rows, new_tokens)
         ends = tables.seq_lens[rows] + new_tokens
         beyond = (ends > tables.writable_until[rows]).nonzero()[0]
-        taken = self._grow(rows[beyond], ends[beyond].tolist()) if len(beyond) else []
+        one_each = type(new_tokens) is int and new_tokens == 1 and not tables.guarded
+        taken = _grow(self, rows[beyond], ends[beyond], one_each) if len(beyond) else []
         tables.seq_lens[rows] = ends
         return taken
 
@@ -186,24 +188,7 @@ class BlockManager:
         """Blocks that `rows` need, all together, to take `new_tokens` tokens more each."""
         rows = checked_rows(self.tables, rows)
         ends = self.tables.seq_lens[rows] + checked_counts(self.tables, rows, new_tokens)
-        return sum(self._missing(rows, ends.tolist()))
-
-    def _missing(self, rows: NDArray[np.int64], ends: list[int]) -> list[int]:
-        held = self.tables.num_blocks[rows].tolist()
-        wanted = [-(-end // self.block_size) for end in ends]
-        return [max(0, all_of - have) for all_of, have in zip(wanted, held, strict=True)]
-
-    def _grow(self, rows: NDArray[np.int64], ends: list[int]) -> list[int]:
-        tables = self.tables
-        if max(ends) > tables.max_seq_len:
-            raise ValueError(f"new_tokens: {max(ends)}, a row holds {tables.max_seq_len} tokens")
-        guarded = tables.guarded.intersection(rows.tolist()) if tables.guarded else set()
-        refuse_shared_tails(self.pool, tables, guarded)
-        missing = self._missing(rows, ends)
-        taken = self.pool.take(sum(missing))
-        extend_each(tables, rows, missing, taken)
-        tables.guarded -= guarded
-        return taken
+        return int(missing_blocks(self.tables, rows, ends).sum())
 
     def check(self) -> None:
         """Assert I1, I2, I3 and the form of every row.  O(max_seqs x max_blocks), for tests."""
@@ -261,13 +246,21 @@ def checked_rows(tables: BlockTables, rows: ArrayLike) -> NDArray[np.int64]:
         rows = as_rows(rows)
     batch = rows.tobytes()
     if batch != tables._checked_last:
-        named = rows.tolist()
-        for row in named:
-            tables._check_open(row)
-        if len(set(named)) != len(named):
-            raise ValueError(f"rows: {named} names a row twice")
+        if not (len(rows) > FEW and all_open_and_different(tables.seq_lens, rows)):
+            named = rows.tolist()
+            for row in named:
+                tables._check_open(row)
+            if len(set(named)) != len(named):
+                raise ValueError(f"rows: {named} names a row twice")
         tables._checked_last = batch
     return rows
+
+
+def all_open_and_different(lens: NDArray[np.int32], rows: NDArray[np.int64]) -> bool:
+    """Whether all of `rows`, at least one, are open and none is named twice; in a few passes."""
+    if rows.max() >= len(lens) or rows.min() < 0:
+        return False
+    return bool(np.count_nonzero(np.bincount(rows)) == len(rows) and lens[rows].min() >= 0)
 
 
 def refuse_shared_tails(pool: BlockPool, tables: BlockTables, rows: set[int]) -> None:
@@ -293,20 +286,54 @@ def checked_counts(
 
 
 def extend_each(
-    tables: BlockTables, rows: NDArray[np.int64], counts: list[int], ids: list[int]
+    tables: BlockTables, rows: NDArray[np.int64], counts: NDArray[np.int32] | int, ids: list[int]
 ) -> None:
-    """Put the next `counts[i]` of `ids` behind the last block of `rows[i]`."""
-    held = tables.num_blocks[rows]
-    if len(rows) > FEW and len(ids) == len(rows) and min(counts) == 1:
-        tables.table[rows, held] = ids
-        held += 1
-        tables.num_blocks[rows] = held
-        tables.writable_until[rows] = tables.room[held]
-        return
-    taken = iter(ids)
-    for row, start, count in zip(rows.tolist(), held.tolist(), counts, strict=True):
-        end = start + count
+    """Put the next of `ids` behind the last block of each of `rows`: `counts`, or counts[i]."""
+    held, taken = tables.num_blocks[rows], iter(ids)
+    ends = (held + counts).tolist()
+    for row, start, end in zip(rows.tolist(), held.tolist(), ends, strict=True):
         for index in range(start, end):
             tables.table[row, index] = next(taken)
         tables.num_blocks[row] = end
         tables.writable_until[row] = tables.room[end]
+
+
+def extend_by_one(
+    tables: BlockTables, rows: NDArray[np.int64], held: NDArray[np.int32], ids: ArrayLike
+) -> None:
+    """Put one of `ids` behind the `held` blocks of each of `rows`."""
+    tables.table[rows, held] = ids
+    more = held + 1
+    tables.num_blocks[rows] = more
+    tables.writable_until[rows] = tables.room[more]
+
+
+def missing_blocks(
+    tables: BlockTables, rows: NDArray[np.int64], ends: NDArray[Any]
+) -> NDArray[np.int32]:
+    """How many blocks each of `rows` lacks to hold `ends` tokens."""
+    missing: NDArray[np.int32] = -(-ends // tables.block_size) - tables.num_blocks[rows]
+    return np.maximum(missing, 0)
+
+
+def _grow(
+    manager: BlockManager, rows: NDArray[np.int64], ends: NDArray[Any], one_each: bool
+) -> list[int]:
+    """Take and append the blocks that `rows` lack; all or nothing.  Returns their ids."""
+    pool, tables = manager.pool, manager.tables
+    if (longest := max(ends.tolist())) > tables.max_seq_len:
+        raise ValueError(f"new_tokens: {longest}, a row holds {tables.max_seq_len} tokens")
+    if one_each:  # each is beyond its blocks by one token
+        taken = pool.take(len(rows))
+        if len(rows) > FEW:
+            extend_by_one(tables, rows, tables.num_blocks[rows], taken)
+        else:
+            extend_each(tables, rows, 1, taken)
+        return taken
+    guarded = tables.guarded.intersection(rows.tolist())
+    refuse_shared_tails(pool, tables, guarded)
+    missing = missing_blocks(tables, rows, ends)
+    taken = pool.take(int(missing.sum()))
+    extend_each(tables, rows, missing, taken)
+    tables.guarded -= guarded
+    return taken

@@ -6,8 +6,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from paged_kv.block_pool import BlockIds, BlockPool, checked_ids
+import numpy as np
+from numpy.typing import NDArray
+
+from paged_kv.block_pool import BlockPool
 from paged_kv.prefix_keys import Key, KeyTree, Node
 
 
@@ -55,7 +59,7 @@ class BlockNames:
     State
         tree    a KeyTree: the names in use.
         named   [num_blocks]: the node of each findable block, else None.
-        epochs  [num_blocks]: `pool.epoch` when the block was given its name.
+        epochs  int64 [num_blocks]: `pool.epoch` when the block was given its name.
         events  an EventLog, None where nobody asked for one.
         given, lost  counts: names given to blocks, and lost by blocks, so far.
         twins   how many blocks have a name that another block had first.
@@ -66,7 +70,7 @@ class BlockNames:
         self.pool, self.block_size = pool, block_size
         self.tree = KeyTree()
         self.named: list[Node | None] = [None] * pool.num_blocks
-        self.epochs = [0] * pool.num_blocks
+        self.epochs = np.zeros(pool.num_blocks, np.int64)
         self.events = EventLog() if events else None
         self.given = self.lost = self.twins = 0
 
@@ -84,38 +88,44 @@ class BlockNames:
             key, parent = self.digest(node.id).hex(), self.digest(node.parent_key).hex()
             self.events.note(Stored(key, parent))
 
-    def refuse(self, ids: list[int], nodes: Iterable[Node | None]) -> None:
-        """ValueError if one of `ids` cannot be given the name at its place in `nodes`."""
-        idle = [block for block in ids if self.pool.ref_count.item(block) < 1]
-        if idle:
+    def refuse(self, places: NDArray[np.int64], nodes: Iterable[Node | None]) -> None:
+        """ValueError if a block of `places` cannot be given the name at its place in `nodes`."""
+        held, ids = self.pool.ref_count[places], places.tolist()
+        if np.count_nonzero(held) < len(held):
+            idle = places[held == 0].tolist()
             raise ValueError(f"ids: blocks {idle} are idle, nobody can have written them")
         if any(map(self.named.__getitem__, ids)):
             for block, node in zip(ids, nodes, strict=True):
                 if self.named[block] not in (None, node):
                     raise ValueError(f"ids: block {block} has another name: forget it first")
 
-    def give(self, parents: list[Node | bytes], chunks: list[bytes], ids: list[int]) -> list[Node]:
-        """Name each of `ids` by its chunk, behind its parent; blocks that have a name keep it.
+    def add(
+        self,
+        parents: Iterable[Node | bytes],
+        chunks: Iterable[bytes],
+        places: NDArray[np.integer[Any]],
+    ) -> list[Key]:
+        """Name each block of `places` by its chunk, see `KeyTree.intern`; named ones keep theirs.
 
-        A chain has one parent, above its first block: each block then stands above the next.
+        Returns: their keys.
         """
-        tree, named, found = self.tree, self.named, []
-        epochs, count = self.pool.epoch[ids].tolist(), len(parents)
-        node: Node | bytes = b""
-        for at, (chunk, block) in enumerate(zip(chunks, ids, strict=True)):
-            above = parents[at] if at < count else node
-            key = above.id if isinstance(above, Node) else above
-            node = tree.nodes.get((key, chunk)) or tree.add(key, above, chunk)
-            found.append(node)
+        named, quiet, given = self.named, self.events is None, 0
+        nodes = self.tree.intern(parents, chunks)
+        self.epochs[places] = self.pool.epoch[places]
+        for node, block in zip(nodes, places.tolist(), strict=True):
             if named[block] is None:
-                named[block], self.epochs[block] = node, epochs[at]
-                self.given += 1
-                self._hold(node, block)
-        return found
+                named[block] = node
+                given += 1
+                if quiet and node.block < 0:
+                    node.block = block
+                else:
+                    self._hold(node, block)
+        self.given += given
+        return [node.id for node in nodes]
 
-    def take_away(self, ids: BlockIds) -> None:
+    def take_away(self, ids: list[int]) -> None:
         """Let `ids` have no name; those that have none are left alone."""
-        for block in checked_ids(ids, self.pool.num_blocks):
+        for block in ids:
             node = self.named[block]
             if node is None:
                 continue

@@ -6,9 +6,10 @@ The pool knows ids only.  It has never seen a token or a byte.
 
 from __future__ import annotations
 
-import operator
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -71,8 +72,9 @@ class BlockPool:
         """
         if not 0 <= count <= len(self._free):
             raise OutOfBlocks(at_least(0, "count", count), len(self._free))
-        pop = self._free.popitem
-        ids = [pop(last=False)[0] for _ in range(count)]
+        ids = list(islice(self._free, count))
+        for block in ids:
+            del self._free[block]
         places = ids if count <= FEW else [np.array(ids)]  # single elements, or one array
         for place in places:
             self.ref_count[place] = 1
@@ -81,24 +83,34 @@ class BlockPool:
 
     def claim(self, ids: BlockIds) -> None:
         """Count one holder more for each of `ids`, idle or held; the bytes stay as they are."""
-        ids = checked_ids(ids, self.num_blocks)
-        self.ref_count[np.array(ids, np.int64)] += 1
-        pull_out = self._free.pop
-        for block in ids:
-            pull_out(block, None)
+        self.hold(places_of(ids, self.num_blocks))
+
+    def hold(self, places: NDArray[np.int64]) -> None:
+        """`claim` unchecked, for a caller that found the ids in this pool's own records."""
+        held = self.ref_count[places]
+        self.ref_count[places] = held + 1
+        if np.count_nonzero(held) < len(held):
+            for block in places[held == 0].tolist():
+                del self._free[block]
 
     def release(self, ids: BlockIds) -> None:
         """Count one holder less for each of `ids`; those at 0 queue up in the order given."""
-        ids = checked_ids(ids, self.num_blocks)
-        places = np.array(ids, np.int64)
-        left = self.ref_count[places] - 1
-        counts = left.tolist()
-        if -1 in counts:
-            raise ValueError(f"ids: block {ids[counts.index(-1)]} is free already, nobody holds it")
-        self.ref_count[places] = left
-        if any(counts):
-            ids = [block for block, count in zip(ids, counts, strict=True) if not count]
-        self._free.update(dict.fromkeys(ids))
+        self.drop(places_of(ids, self.num_blocks))
+
+    def drop(self, places: NDArray[np.int64]) -> None:
+        """`release` for a caller that has the ids from a table, where they stand once a row.
+
+        Raises, with nothing changed: ValueError for a block that nobody holds.
+        """
+        held, idle = self.ref_count[places], places.tolist()
+        counts = held.tolist()
+        if 0 in counts:
+            raise ValueError(f"ids: block {idle[counts.index(0)]} is free already, nobody holds it")
+        self.ref_count[places] = held - 1
+        if counts.count(1) < len(counts):
+            idle = places[held == 1].tolist()
+        for block in idle:
+            self._free[block] = None
 
     def check(self) -> None:
         """Assert I1 and that no count is negative.  O(num_blocks): for tests, not for serving."""
@@ -109,13 +121,25 @@ class BlockPool:
 
 def checked_ids(ids: BlockIds, num_blocks: int) -> list[int]:
     """`ids` as a list; ValueError unless all are blocks of the pool and none is named twice."""
+    return _packed(ids, num_blocks).tolist()
+
+
+def places_of(ids: BlockIds, num_blocks: int) -> NDArray[np.int64]:
+    """`checked_ids` as int64 [n], to index arrays with."""
+    return np.array(_packed(ids, num_blocks), np.int64)
+
+
+def _packed(ids: BlockIds, num_blocks: int) -> array[int]:
+    named, packed = ids.tolist() if isinstance(ids, np.ndarray) else list(ids), None
     try:
-        ids = list(map(operator.index, ids.tolist() if isinstance(ids, np.ndarray) else ids))
+        packed = array("I", named)  # the quickest way to see that all are whole numbers, 0 or more
     except TypeError:
         raise ValueError(f"ids: {ids!r} are not block ids, which are whole numbers") from None
-    if ids and not (0 <= min(ids) and max(ids) < num_blocks):
-        bad = next(block for block in ids if not 0 <= block < num_blocks)
+    except OverflowError:
+        pass  # a number below 0, or a very large one: foreign
+    if packed is None or max(named, default=0) >= num_blocks:
+        bad = next(block for block in named if not 0 <= block < num_blocks)
         raise ValueError(f"ids: block {bad} is foreign, ids are 0 to {num_blocks - 1}")
-    if len(set(ids)) != len(ids):
-        raise ValueError(f"ids: {ids} names a block twice")
-    return ids
+    if len(set(named)) != len(named):
+        raise ValueError(f"ids: {named} names a block twice")
+    return packed

@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paged_kv.block_manager import BlockManager
 from paged_kv.block_names import BlockNames, Removed, Stored
-from paged_kv.block_pool import BlockIds, BlockPool, OutOfBlocks, checked_ids
+from paged_kv.block_pool import BlockIds, BlockPool, OutOfBlocks, checked_ids, places_of
 from paged_kv.prefix_keys import (
     NO_PARTS,
     Key,
@@ -101,35 +103,29 @@ class PrefixCache:
         """
         if type(root) not in (bytes, int):
             raise ValueError(f"root = {root!r}: neither a root nor the key of a block")
-        data, size = token_array(tokens), self.block_size
-        most = max(0, len(data) - 1) // size
+        data = token_array(tokens)
+        most = max(0, len(data) - 1) // self.block_size
         most = most if limit is None else min(most, at_least(0, "limit", limit))
-        data = data[: most * size]
-        tree = self.names.tree
-        nodes, found = tree.ride(root, data, size) if not parts else ([], [])
-        ridden, get = len(nodes), tree.nodes.get
-        key = nodes[-1].id if nodes else root
-        for chunk in split_chunks(data, size, parts, ridden):
-            node = get((key, chunk))
-            if node is None or node.block < 0:
-                break
-            nodes.append(node)
-            found.append(node.block)
-            key = node.id
-        if len(nodes) > 2 * ridden and not parts:
-            nodes[0].trail = (data[: len(nodes) * size].copy(), nodes)
-        return [self._pick(node) for node in nodes] if self.names.twins else found
-
-    def _pick(self, node: Node) -> int:
-        counts = self.pool.ref_count
-        return next((b for b in (node.block, *node.twins) if counts[b]), node.block)
+        nodes = _walk(self.names, root, data, most, parts)
+        if self.names.twins:
+            return [_pick(self.pool.ref_count, node) for node in nodes]
+        return [node.block for node in nodes]
 
     def forget(self, ids: BlockIds) -> None:
         """Make `ids` unfindable: they are, or will be, overwritten, withdrawn or rewound into.
 
         Blocks without a name are left alone.  Other blocks of the same name stay findable.
         """
-        self.names.take_away(ids)
+        self.names.take_away(checked_ids(ids, self.pool.num_blocks))
+
+    def reset(self) -> None:
+        """Make every block unfindable, as after new weights; a new generation begins."""
+        self.forget(range(self.pool.num_blocks))
+        self.generation += 1
+
+    def drain_events(self) -> list[Stored | Removed]:
+        """What became findable or ceased to be since the last call, oldest first."""
+        return self.names.events.drain() if self.names.events is not None else []
 
     def publish(self, parent: Key, tokens: Tokens, ids: BlockIds, parts: Parts = NO_PARTS) -> Key:
         """Make the blocks `ids`, which hold `tokens` behind `parent`, findable.
@@ -140,33 +136,57 @@ class PrefixCache:
         Raises, with nothing changed: ValueError for a parent that is gone, tokens that do not
         fill the blocks, a block that nobody holds or that has another name.
         """
-        names, ids = self.names, checked_ids(ids, self.pool.num_blocks)
-        chunks = filled_chunks(tokens, self.block_size, len(ids), parts)
+        names, places = self.names, places_of(ids, self.pool.num_blocks)
+        chunks = filled_chunks(tokens, self.block_size, len(places), parts)
         above = names.tree.above(parent)
-        names.refuse(ids, names.tree.chain(parent, chunks))
-        nodes = names.give([above], chunks, ids)
-        return nodes[-1].id if nodes else parent
+        names.refuse(places, names.tree.known(parent, chunks))
+        keys = names.add([above], chunks, places)
+        return keys[-1] if keys else parent
 
     def publish_each(
         self, parents: Sequence[Key], tokens: NDArray[np.int32], ids: BlockIds
     ) -> list[Key]:
         """`publish` for many rows at once, one block each; `tokens` [len(ids), block_size]."""
-        names, ids = self.names, checked_ids(ids, self.pool.num_blocks)
-        chunks = filled_chunks(tokens.reshape(-1), self.block_size, len(ids), NO_PARTS)
-        above = [names.tree.above(key) for key in parents]
-        if len(above) != len(ids):
-            raise ValueError(f"parents: {len(above)} for {len(ids)} blocks")
-        names.refuse(ids, map(names.tree.nodes.get, zip(parents, chunks, strict=True)))
-        return [node.id for node in names.give(above, chunks, ids)]
+        names, places = self.names, places_of(ids, self.pool.num_blocks)
+        if len(parents) != len(places):
+            raise ValueError(f"parents: {len(parents)} for {len(places)} blocks")
+        chunks = filled_chunks(tokens.reshape(-1), self.block_size, len(places), NO_PARTS)
+        above = list(map(names.tree.above, parents))
+        names.refuse(places, map(names.tree.nodes.get, zip(parents, chunks, strict=True)))
+        return names.add(above, chunks, places)
 
-    def reset(self) -> None:
-        """Make every block unfindable, as after new weights; a new generation begins."""
-        self.forget(range(self.pool.num_blocks))
-        self.generation += 1
+    def publish_chunks(
+        self, parents: Sequence[Key], chunks: Sequence[bytes], places: NDArray[np.integer[Any]]
+    ) -> list[Key]:
+        """`publish_each` without its checks: for a caller whose own rows hold `places`."""
+        by_id = self.names.tree.by_id
+        above = [by_id[key] if isinstance(key, int) else key for key in parents]
+        return self.names.add(above, chunks, places.astype(np.int64))
 
-    def drain_events(self) -> list[Stored | Removed]:
-        """What became findable or ceased to be since the last call, oldest first."""
-        return self.names.events.drain() if self.names.events is not None else []
+
+def _walk(
+    names: BlockNames, root: Key, data: NDArray[np.int32], most: int, parts: Parts
+) -> list[Node]:
+    """At most `most` findable nodes of the chain of `data` behind `root`, first to last."""
+    tree, size = names.tree, names.block_size
+    data = data[: most * size]
+    nodes = tree.ride(root, data, size) if not parts else []
+    ridden, get = len(nodes), tree.nodes.get
+    key = nodes[-1].id if nodes else root
+    for chunk in split_chunks(data, size, parts, ridden):
+        node = get((key, chunk))
+        if node is None or node.block < 0:
+            break
+        nodes.append(node)
+        key = node.id
+    if len(nodes) > 2 * ridden and not parts:
+        nodes[0].trail = (data[: len(nodes) * size].copy(), nodes)
+    return nodes
+
+
+def _pick(counts: NDArray[np.int32], node: Node) -> int:
+    """A block of `node`: of twins one in use, else the first."""
+    return next((b for b in (node.block, *node.twins) if counts[b]), node.block)
 
 
 def admit_cached(
@@ -190,7 +210,7 @@ def admit_cached(
     data = token_array(tokens)
     if len(data) > tables.max_seq_len:
         raise ValueError(f"tokens: {len(data)}, a row holds at most {tables.max_seq_len}")
-    hits = token_array(cache.match(root, data))
+    hits = np.array(array("I", cache.match(root, data)), np.int64)
     found, length = len(hits) * size, len(data)
     if new_tokens is not None:
         length = min(length, found + at_least(0, "new_tokens", new_tokens))
@@ -199,9 +219,9 @@ def admit_cached(
     if needed > pool.num_free:
         raise OutOfBlocks(needed, pool.num_free)
     row = tables.open()
-    pool.claim(hits)
+    pool.hold(hits)
     taken = pool.take(fresh)
-    cache.forget(taken)
+    cache.names.take_away(taken)
     tables.table[row, : len(hits)] = hits
     tables.num_blocks[row] = len(hits)
     tables.extend(row, taken)
@@ -232,7 +252,12 @@ def publish_full(
     parent: Key | None = root if published == 0 else cache.key_of(ids.pop(0))
     if parent is None or -1 in ids:
         return published
-    cache.publish(parent, tokens[published * size : full * size], ids)
+    names, data = cache.names, tokens[published * size : full * size]
+    if any(map(names.named.__getitem__, ids)):
+        cache.publish(parent, data, ids)
+    else:
+        chunks = filled_chunks(data, size, len(ids), NO_PARTS)
+        names.add([names.tree.above(parent)], chunks, np.array(ids))
     return full
 
 
@@ -249,20 +274,27 @@ def publish_filled(
     Args: `rows` [n], all different; `tokens` [max_seqs, max_seq_len], known up to the end of
     that block; `published` [max_seqs], raised in place; `roots` [n].
     """
-    table, size, index = manager.tables.table, manager.block_size, published[rows]
-    blocks = tokens[:, : tokens.shape[1] // size * size].reshape(len(tokens), -1, size)
-    at, ids = index.tolist(), table[rows, index].tolist()
-    lens, above = manager.tables.seq_lens[rows].tolist(), table[rows, index - 1].tolist()
-    keep, parents = [], []
-    for n, (root, first) in enumerate(zip(roots, at, strict=True)):
-        parent = root if first == 0 else cache.key_of(above[n])
-        if parent is not None and ids[n] >= 0 and lens[n] >= (at[n] + 1) * size:
-            keep.append(n)
-            parents.append(parent)
-    cache.publish_each(parents, blocks[rows[keep], index[keep]], [ids[n] for n in keep])
-    published[rows[keep]] += 1
+    tables, size, names = manager.tables, manager.block_size, cache.names.named
+    parents, ids, done, texts = list[Key](), list[int](), list[int](), []
+    for root, row, index in zip(roots, rows.tolist(), published[rows].tolist(), strict=True):
+        block, end = tables.table.item(row, index), (index + 1) * size
+        above = cache.key_of(tables.table.item(row, index - 1)) if index else root
+        if above is not None and block >= 0 and tables.seq_lens.item(row) >= end:
+            parents.append(above)
+            ids.append(block)
+            done.append(row)
+            texts.append(tokens[row, end - size : end])
+    if not ids:
+        return
+    data = np.concatenate(texts)
+    if any(map(names.__getitem__, ids)):
+        cache.publish_each(parents, data, ids)
+    else:
+        chunks = filled_chunks(data, size, len(ids), NO_PARTS)
+        cache.publish_chunks(parents, chunks, np.array(ids))
+    published[done] += 1
 
 
 def give_back(manager: BlockManager, row: int) -> None:
     """Close `row` and give its blocks back, the tail first: a parent outlasts its children."""
-    manager.pool.release(manager.tables.detach(row)[::-1])
+    manager.pool.drop(np.array(array("I", manager.tables.detach(row)[::-1]), np.int64))

@@ -11,6 +11,7 @@ import hashlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import chain, repeat
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -41,11 +42,21 @@ def token_array(tokens: Tokens) -> NDArray[np.int32]:
             ids = np.ascontiguousarray(tokens, np.int32)
             if tokens.dtype.itemsize > TOKEN_BYTES and (ids != tokens).any():
                 raise OverflowError("a number of more than 32 bits")
-        if len(ids) and ids.min() < 0:
-            raise OverflowError("a number outside that range")
+        if len(ids) and (least := ids.min()) < 2:
+            if least < 0:
+                raise OverflowError("a number outside that range")
+            if not isinstance(tokens, np.ndarray):
+                refuse_bools(tokens, ids)
     except (TypeError, OverflowError) as error:
         raise ValueError(f"tokens: whole numbers from 0 to 2^31 - 1, not {error}") from None
     return ids
+
+
+def refuse_bools(tokens: Sequence[int], ids: NDArray[np.int32]) -> None:
+    """TypeError if one of `tokens` is True or False, which Python takes for 1 and 0."""
+    for place in (ids < 2).nonzero()[0].tolist():
+        if isinstance(tokens[place], bool):
+            raise TypeError(f"{tokens[place]}")
 
 
 def encode_parts(parts: Sequence[Part] = ()) -> bytes:
@@ -134,21 +145,30 @@ class KeyTree:
             raise ValueError(f"key = {key!r}: neither a root nor a node, or a node no longer")
         return node
 
-    def chain(self, key: Key | None, chunks: Iterable[bytes]) -> Iterator[Node | None]:
+    def known(self, key: Key | None, chunks: Iterable[bytes]) -> Iterator[Node | None]:
         """The nodes of `chunks` one behind the other, None from the first that is missing on."""
         for chunk in chunks:
             node = None if key is None else self.nodes.get((key, chunk))
             key = None if node is None else node.id
             yield node
 
-    def add(self, key: Key, parent: Node | bytes, chunk: bytes) -> Node:
-        """Make the node of `chunk` behind `parent`, whose key is `key`; there is none yet."""
-        node = self.nodes[key, chunk] = Node(self._next_id, parent, chunk)
-        self.by_id[node.id] = node
-        self._next_id += 1
-        if isinstance(parent, Node):
-            parent.children += 1
-        return node
+    def intern(self, parents: Iterable[Node | bytes], chunks: Iterable[bytes]) -> list[Node]:
+        """The node of each chunk behind its parent, made where there is none yet.
+
+        Where parents run out, the node before is the parent: a chain has one, above its first.
+        """
+        nodes, by_id, serial, found = self.nodes, self.by_id, self._next_id, list[Node]()
+        for parent, chunk in zip(chain(parents, repeat(None)), chunks):
+            above = found[-1] if parent is None else parent
+            place = (above.id if isinstance(above, Node) else above), chunk
+            if (node := nodes.get(place)) is None:
+                nodes[place] = by_id[serial] = node = Node(serial, above, chunk)
+                serial += 1
+                if isinstance(above, Node):
+                    above.children += 1
+            found.append(node)
+        self._next_id = serial
+        return found
 
     def prune(self, node: Node) -> None:
         """Drop `node` if nothing needs it, and then its ancestors likewise."""
@@ -159,6 +179,19 @@ class KeyTree:
                 break
             parent.children -= 1
             node = parent
+
+    def ride(self, root: Key, tokens: NDArray[np.int32], block_size: int) -> list[Node]:
+        """The findable nodes that `tokens` share with the trail of their first block."""
+        first = self.nodes.get((root, tokens[:block_size].tobytes()))
+        if first is None or first.trail is None:
+            return []
+        before, nodes = first.trail
+        length = min(len(before), len(tokens))
+        differ = before[:length] != tokens[:length]
+        at = int(differ.argmax())
+        shared = nodes[: (at if differ[at] else length) // block_size]
+        blocks = [node.block for node in shared]
+        return shared[: blocks.index(-1)] if -1 in blocks else shared
 
     def digest(self, key: Key, block_size: int) -> bytes:
         """SHA-256 of `key`, the same in every process; kept with the node once made."""
@@ -171,22 +204,6 @@ class KeyTree:
         for node in reversed(path):
             digest = node.digest = hashlib.sha256(digest + node.chunk).digest()
         return digest
-
-    def ride(
-        self, root: Key, tokens: NDArray[np.int32], block_size: int
-    ) -> tuple[list[Node], list[int]]:
-        """Findable nodes that `tokens` share with the trail of their first block; their blocks."""
-        first = self.nodes.get((root, tokens[:block_size].tobytes()))
-        if first is None or first.trail is None:
-            return [], []
-        before, nodes = first.trail
-        length = min(len(before), len(tokens))
-        differ = before[:length] != tokens[:length]
-        at = int(differ.argmax())
-        shared = nodes[: (at if differ[at] else length) // block_size]
-        blocks = [node.block for node in shared]
-        end = blocks.index(-1) if -1 in blocks else len(blocks)
-        return shared[:end], blocks[:end]
 
 
 def root_digest(root: bytes, block_size: int) -> bytes:

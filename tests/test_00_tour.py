@@ -15,7 +15,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from paged_kv.block_manager import BlockManager  # noqa: E402
-from paged_kv.hf_adapter import continuous_decode, host, load_guest, model_folder  # noqa: E402
+from paged_kv.engine import Engine  # noqa: E402
+from paged_kv.hf_adapter import host, load_guest, model_folder  # noqa: E402
 from paged_kv.packed_batch import pack  # noqa: E402
 
 PAGE = Path(__file__).resolve().parents[1] / "book" / "00_tour.ipynb"
@@ -37,6 +38,10 @@ def test_the_stored_page_shows_what_it_claims() -> None:
     assert ["tokens", "compared:", *["64"] * 8] in lines
     text = printed()
     assert "a cache of transformers was touched" in text
+    again = next(line.split() for line in text.splitlines() if line.startswith("F again:"))
+    asked, found, run = (int(again[place]) for place in (2, 5, 7))
+    assert found == (asked - 1) // 16 * 16
+    assert run == asked - found + 7  # and the answer's own, but its last
     told = {line.split("told: ")[1].split()[0]: line for line in text.splitlines() if "tables told" in line}
     assert told["True"].endswith("tokens that differ: 0  all bits equal: True")
     assert told["False"].endswith("False")
@@ -63,8 +68,7 @@ def test_answers_equal_generate_with_the_caches_of_transformers_trapped(
         )["input_ids"]
         for question in QUESTIONS
     ]
-    guest = host(model, num_blocks=12)
-    manager = BlockManager(12, 16, max_seqs=3, max_seq_len=128)
+    engine = Engine(model, tokenizer, num_blocks=12, max_seq_len=128)
 
     def touched(*given: Any, **options: Any) -> None:
         raise AssertionError("a cache of transformers was used")
@@ -72,9 +76,9 @@ def test_answers_equal_generate_with_the_caches_of_transformers_trapped(
     with monkeypatch.context() as patch:
         for kind in (transformers.Cache, transformers.DynamicCache, transformers.StaticCache):
             patch.setattr(kind, "update", touched)
-        *_, final = continuous_decode(guest, manager, prompts, 6, {tokenizer.eos_token_id})
-    manager.check()
-    for ids, answer in zip(prompts, final.output, strict=True):
+        answers = engine.generate(prompts, 6)
+    engine.check()
+    for ids, answer in zip(prompts, [one.texts[0].token_ids for one in answers], strict=True):
         ones = torch.ones(1, len(ids), dtype=torch.long)
         result = model.generate(
             torch.tensor([ids]),
@@ -91,7 +95,7 @@ def test_answers_equal_generate_with_the_caches_of_transformers_trapped(
             assert answer == expected
         else:  # two tokens within the noise: either may win
             best = result.logits[first][0].topk(2).values
-            assert best[0] - best[1] < 4 * guest.report.noise
+            assert best[0] - best[1] < 4 * engine.guest.report.noise
 
 
 @pytest.mark.xdist_group("smollm2")

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paged_kv.block_manager import BlockManager, BlockTables, slot_mapping
+from paged_kv.block_manager import BlockManager
 from paged_kv.block_pool import BlockPool, OutOfBlocks
+from paged_kv.block_tables import BlockTables, slot_mapping
 
 
 def state(manager):
@@ -110,6 +111,9 @@ class TestPool:
             ("claim", [7], "block 7 is foreign"),
             ("claim", [3, 3], "names a block twice"),
             ("claim", [3.0], "not block ids"),
+            ("claim", [2**40], "is foreign"),
+            ("claim", [10**30], "is foreign"),
+            ("release", [1, -5], "block -5 is foreign"),
             ("release", np.array([0.5]), "not block ids"),
             ("release", np.arange(99, 120), "block 99 is foreign"),
             ("take", -1, "count = -1"),
@@ -297,6 +301,20 @@ class TestManager:
         manager.finish(0)
         manager.append([1])
         refused(manager, ValueError, "row = 0", manager.append, np.array([1, 0], np.int32))
+
+    @pytest.mark.parametrize("many", [8, 9, 40])
+    def test_a_bad_row_of_a_large_batch_is_named(self, many):
+        """More than eight rows are checked as a whole; the message is that of the single row all the same."""
+        manager = BlockManager(2 * many + 4, 4, many + 2, 16)
+        rows = np.array([manager.add(3) for _ in range(many)])
+        for bad, match in ((-1, "row = -1"), (many, f"row = {many}"), (10**15, "row = 1000000000000000")):
+            refused(manager, ValueError, match, manager.append, np.append(rows[1:], bad))
+        refused(manager, ValueError, "twice", manager.append, np.append(rows[1:], rows[1]))
+        manager.append(rows[::-1])
+        assert set(manager.tables.seq_lens[rows].tolist()) == {4}
+        manager.finish(rows[2])
+        refused(manager, ValueError, "row = 2", manager.append, rows)
+        manager.check()
 
     def test_shared_tail_is_refused_until_its_other_holder_leaves(self):
         manager = BlockManager(4, 4, 2, 16)

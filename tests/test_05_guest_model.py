@@ -15,7 +15,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from paged_kv import guest_check  # noqa: E402
-from paged_kv.block_manager import BlockManager, BlockTables  # noqa: E402
+from paged_kv.block_manager import BlockManager  # noqa: E402
+from paged_kv.block_tables import BlockTables  # noqa: E402
 from paged_kv.guest_attention import (  # noqa: E402
     HOST_NAME,
     HostCall,

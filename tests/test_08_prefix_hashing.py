@@ -83,7 +83,7 @@ class TestTokens:
         "bad",
         [[-1], [2**31], [2**32 + 5], [1.0], ["a"], b"abcd", "abc", [None], [[1]], None, 5,
          np.array([2**32 + 5]), np.array([1.5]), np.array([2**31], np.uint32), np.array([-1], np.int8),
-         np.array([[1, 2]]), np.array([True])],
+         np.array([[1, 2]]), np.array([True]), [True], [7, False, 9], (32_000, True)],
     )  # fmt: skip
     def test_what_is_no_token_is_refused(self, bad):
         with pytest.raises(ValueError, match="tokens"):
@@ -377,6 +377,23 @@ class TestPublish:
         digests = [cache.digest(key).hex() for key in more]
         assert digests == [prompt_digests(b"", [*row, *(row + 50)], 4)[1] for row in tokens]
         refused(manager, cache, ValueError, "parents: 3", cache.publish_each, [b""] * 3, tokens, [0, 2, 4, 6])
+
+    def test_unchecked_chunks_equal_each(self):
+        """What a caller that vouches for its blocks may leave out is the checks, and nothing else."""
+        tokens = np.arange(16, dtype=np.int32).reshape(4, 4)
+        tokens[3] = tokens[0]
+        states = []
+        for events in (False, True):
+            for checked in (True, False):
+                manager, cache = setup(16, 4, 4, events=events)
+                ids = np.array([manager.tables.ids(manager.add(8))[0] for _ in range(4)])
+                chunks = [row.tobytes() for row in tokens]
+                either = cache.publish_each if checked else cache.publish_chunks
+                keys = either([b""] * 4, tokens if checked else chunks, ids)
+                cache.check()
+                states.append((keys, state(manager, cache)))
+        assert states[0] == states[1]
+        assert states[2] == states[3]
 
     def test_filled_tails(self):
         manager, cache = setup(16, 4, 4, 16)

@@ -1,7 +1,8 @@
 """The built book, opened from file:// in Chromium as a reader would.
 
 No page asks the network for anything, complains on the console, or leads nowhere; formulas,
-search and the dark are there; nothing overflows a phone; axe-core finds nothing serious.  Needs a
+search and the dark are there; nothing overflows a phone; axe-core finds nothing serious, in light on one page and
+in dark on the next.  Two workers of pytest-xdist share the pages, each with one browser.  Needs a
 Chromium or Chrome on the machine and a built book (`make book`); PAGED_KV_HTML names another
 build to look at.
 """
@@ -16,7 +17,7 @@ from typing import Any
 from urllib.parse import unquote, urljoin, urlsplit
 
 import pytest
-from widgets_page import axe_findings_in_light_and_dark
+from widgets_page import axe_findings_in_theme
 
 ROOT = Path(__file__).resolve().parents[1]
 HTML = Path(os.environ.get("PAGED_KV_HTML", ROOT / "_build/html")).resolve()
@@ -149,7 +150,7 @@ class Visit:
     """One page opened in a window of its own, with what it asked for and complained about."""
 
     def __init__(self, browser: Any, name: str, width: int = 1280, scheme: str = "light") -> None:
-        self.name = name
+        self.name, self.scheme = name, scheme
         self.context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
         self.page = self.context.new_page()
         self.outside: list[str] = []
@@ -191,16 +192,29 @@ CLIPPED = """[...document.querySelectorAll('div.cell_input pre, div.cell_output 
     .map(pre => pre.textContent.slice(0, 60))"""
 
 
-@pytest.fixture(scope="module", params=PAGES)
+# What all pages have in common is judged on the front page, in both themes.
+COMMON = [".bd-sidebar-primary", ".bd-header", ".bd-footer", ".bd-footer-content"]
+
+
+def shares() -> Iterator[Any]:
+    """The pages with a theme each, dealt out to two workers so that both see both themes."""
+    for index, page in enumerate(PAGES):
+        theme = ("light", "dark")[index % 2]
+        mark = pytest.mark.xdist_group(f"browser-{index // 2 % 2}")
+        yield pytest.param((page, theme), id=f"{page}-{theme}", marks=mark)
+
+
+@pytest.fixture(scope="module", params=list(shares()))
 def visit(browser: Any, request: pytest.FixtureRequest) -> Iterator[Visit]:
     """Each page in turn, opened once for all tests of a page."""
-    with Visit(browser, request.param) as visit:
+    page, theme = request.param
+    with Visit(browser, page, scheme=theme) as visit:
         yield visit
 
 
 def test_a_page_reads_offline_without_complaint(visit: Visit) -> None:
     if 'class="math' in (HTML / f"{visit.name}.html").read_text("utf-8"):
-        visit.page.wait_for_selector("mjx-container", timeout=20_000)
+        visit.page.wait_for_selector("mjx-container", state="attached", timeout=20_000)  # maybe in a closed box
         assert visit.page.locator("mjx-merror").count() == 0
     assert visit.overflow() <= 0
     assert visit.page.evaluate(CLIPPED) == [], "code of at most 100 columns is clipped"
@@ -212,16 +226,22 @@ def test_a_page_reads_offline_without_complaint(visit: Visit) -> None:
 
 @pytest.fixture(scope="module")
 def looks() -> Iterator[set[str]]:
-    """The looks of text that axe-core has judged, each once for all pages."""
+    """The looks of text that axe-core has judged, each once for all pages of a worker."""
     known: set[str] = set()
     yield known
     assert len(known) > 20
 
 
-def test_a_page_is_readable_in_light_and_dark(visit: Visit, looks: set[str]) -> None:
+def test_a_page_is_readable(visit: Visit, looks: set[str]) -> None:
     """The last test of a page, which it leaves without most of its code."""
     visit.page.set_viewport_size({"width": 1280, "height": 900})
-    assert axe_findings_in_light_and_dark(visit.page, looks) == []
+    assert axe_findings_in_theme(visit.page, visit.scheme, looks, COMMON) == []
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_what_all_pages_have_in_common_is_readable(browser: Any, theme: str) -> None:
+    with Visit(browser, "index", scheme=theme) as visit:
+        assert axe_findings_in_theme(visit.page, theme, set(), []) == []
 
 
 def brightness(page: Any) -> float:

@@ -23,8 +23,9 @@ from hypothesis.stateful import (
 )
 
 from paged_kv import copy_on_write
-from paged_kv.block_manager import BlockManager, slot_mapping
+from paged_kv.block_manager import BlockManager
 from paged_kv.block_pool import OutOfBlocks
+from paged_kv.block_tables import slot_mapping
 from paged_kv.kv_store import resolve_copies
 
 STEPS = int(os.environ.get("PAGED_KV_STEPS", "2000"))

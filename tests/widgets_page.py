@@ -56,14 +56,22 @@ def opened(browser: Any, url: str, width: int = 1000, scheme: str = "light") -> 
         context.close()
 
 
-AXE = """([within, rules]) => axe.run(within || document, {...rules, preload: false, resultTypes: ['violations']})"""
+AXE = """([within, without, rules]) => axe.run(
+    without?.length ? {exclude: without.map((one) => [one])} : within || document,
+    {...rules, preload: false, resultTypes: ['violations'], performanceTimer: false})"""
+
+# All of WCAG 2.1 A and AA, and what else axe-core may call serious; its other rules of good practice are moderate.
+SERIOUS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"]
+MORE = ("accesskeys", "aria-dialog-name", "aria-text", "aria-treeitem-name", "label-title-only", "tabindex")
 
 
-def axe_findings(page: Any, within: str | None = None, rules: dict[str, Any] | None = None) -> list[str]:
-    """What axe-core finds serious or critical on the page, or within a CSS selector."""
+def axe_findings(
+    page: Any, within: str | None = None, rules: dict[str, Any] | None = None, without: list[str] | None = None
+) -> list[str]:
+    """What axe-core finds serious or critical on the page, within a CSS selector, or without some."""
     if not page.evaluate("'axe' in window"):
         page.evaluate(files("axe_playwright_python").joinpath("axe.min.js").read_text("utf-8"))
-    found = page.evaluate(AXE, [within, rules or {}])
+    found = page.evaluate(AXE, [within, without, rules or {}])
     return [
         f"{one['id']}: {one['help']}: {node['html'][:120]}"
         for one in found["violations"]
@@ -122,22 +130,22 @@ MARK_LOOKS = """(known) => {
 }"""
 
 
-def axe_findings_in_light_and_dark(page: Any, known: set[str]) -> list[str]:
+def axe_findings_in_theme(page: Any, theme: str, known: set[str], without: list[str]) -> list[str]:
     """Serious findings of axe-core on a page of the book, which loses most of its code by it.
 
-    `known`: the looks of text whose contrast was judged before; those of this page are added.
+    `known`: the looks of text whose contrast was judged before; those of this page are added.  `without`: parts that
+    all pages have in common.
     """
     page.evaluate(THIN_OUT)
-    found = axe_findings(page, rules={"rules": {"color-contrast": {"enabled": False}}})
+    chosen = {name: {"enabled": True} for name in MORE} | {"color-contrast": {"enabled": False}}
+    found = axe_findings(page, rules={"runOnly": SERIOUS, "rules": chosen}, without=without)
     page.evaluate("axe.configure({rules: [{id: 'color-contrast', selector: '[data-look]'}]})")
-    for theme in ("light", "dark"):
-        page.evaluate("theme => { document.documentElement.dataset.theme = theme; }", theme)
-        page.wait_for_function("document.getAnimations().every((one) => one.playState !== 'running')")
-        looks = set(page.evaluate(MARK_LOOKS, sorted(known)))
-        if looks - known:
-            contrast = axe_findings(page, rules={"runOnly": ["color-contrast"]})
-            found += [f"{theme}: {one}" for one in contrast]
-        known |= looks
+    page.evaluate("theme => { document.documentElement.dataset.theme = theme; }", theme)
+    page.wait_for_function("document.getAnimations().every((one) => one.playState !== 'running')")
+    looks = set(page.evaluate(MARK_LOOKS, sorted(known)))
+    if looks - known:
+        found += [f"{theme}: {one}" for one in axe_findings(page, rules={"runOnly": ["color-contrast"]})]
+    known |= looks
     return found
 
 

@@ -2,18 +2,20 @@
 
     python tools/chapter.py NN
 
-Ends with the chapters that import its modules: they may have to be run again.
+Then it writes the register of the book's numbers anew.  It names the chapters that import its modules: they may have
+to be run again.
 """
 
 from __future__ import annotations
 
 import argparse
 
-from chapters import ROOT, Chapter, dependents, find_chapters, main
+from chapters import ROOT, Chapter, dependents, find_chapters, main, write_if_changed
 from check_cells import check_cells
 from check_prose import check_prose
 from execute import run_and_report
 from export import export
+from number_register import PAGE, page
 from sync import sync
 
 
@@ -35,6 +37,8 @@ def _run() -> int:
         found += bring_up_to_date(chapter)
         if others := dependents(chapter):
             print(f"depend on it: {' '.join(other.stem for other in others)}")
+    if write_if_changed(ROOT / PAGE, page()):
+        print(f"written: {PAGE}")
     print("\n".join(found) or "checked: nothing to mend")
     return int(bool(found))
 

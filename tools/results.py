@@ -22,6 +22,27 @@ BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 
 # What the README says of a headline figure; figures not listed stay in the JSON and in their chapter.
 SAYS = {
+    "engine": {
+        "tokens_per_s_256": "Llama 3 8B's shape, bf16, 256 requests: useful output tokens/s",
+        "tokens_per_s_1024": "the same, 1,024 requests, 256 running at most",
+        "x_hf_static_64": "256 requests: times transformers' `generate` in static batches of 64",
+        "x_hf_generate_batch": "the same: times transformers' `generate_batch`",
+        "x_vllm_32": "32 requests: times vLLM 0.23",
+        "x_vllm_256": "256 requests: times vLLM 0.23",
+        "x_vllm_1024": "1,024 requests: times vLLM 0.23",
+        "roofline_share": "256 requests: share of the roofline, prefill included",
+        "roofline_share_vllm": "the same, vLLM 0.23",
+    },
+    "engine_cpu": {
+        "x_hf_cpu_8": "SmolLM2-135M in float32, 8 prompts: times transformers' `generate`",
+        "x_hf_cpu_32": "the same, 32 prompts",
+        "x_hf_cpu_32_shared": "the same, 32 prompts behind one common beginning",
+    },
+    "device_sampling": {
+        "x_multinomial": "drawing one token at a temperature, 256 rows: times faster than `torch.multinomial`",
+        "x_sort_top_p": "top-p without a sort, 256 rows: times faster than sorting",
+        "draw_read_share": "drawing at a temperature: share of a plain read of the logits",
+    },
     "bookkeeping": {
         "x_vllm_64": "bookkeeping of a decode step, 64 running: times faster than vLLM 0.23's KVCacheManager",
         "x_vllm_256": "the same, 256 running",
@@ -69,11 +90,15 @@ def stale(result: dict[str, Any]) -> bool:
 def table() -> str:
     """The Markdown table for the README."""
     lines = ["| measured | figure | device | by |", "|---|---|---|---|"]
-    for name, result in results().items():
+    found = results()
+    for name in [name for name in SAYS if name in found]:
+        result = found[name]
         note = ", modules changed since" if stale(result) else ""
-        for figure, words in SAYS.get(name, {}).items():
-            device, script = result["device"], f"`benchmarks/{name}.py`"
-            lines.append(f"| {words} | {result['headline'][figure]} | {device}{note} | {script} |")
+        for figure, words in SAYS[name].items():
+            if figure in result["headline"]:  # parts of `engine` are measured one by one
+                value, device = result["headline"][figure], result["device"]
+                shown = f"{value:,}" if isinstance(value, int) else value
+                lines.append(f"| {words} | {shown} | {device}{note} | `benchmarks/{name}.py` |")
     return "\n".join(lines)
 
 

@@ -1,10 +1,13 @@
 """What the front page says about the chapters comes from the chapters.
 
-Three marks in `index.md` are filled in as the page is read:
+Four marks in `index.md` are filled in as the page is read:
 
     <!-- pool-picture -->   the pool of chapter 03 after six events
-    <!-- chapter-map -->    one row for each chapter of `_toc.yml`: question, module, minutes, device
+    <!-- tour-output -->    what the tour printed when it was last run
+    <!-- chapter-map -->    one row for each chapter of `_toc.yml`: question, modules, minutes, device, status
     {chapter}`03`           a link to a chapter, by the number its file name starts with
+
+Run as a program it writes the README's picture, what the tour printed, and what the README's examples print.
 """
 
 from __future__ import annotations
@@ -22,6 +25,9 @@ import yaml
 from exported_cells import ROOT, module_of
 from sphinx.application import Sphinx
 
+TOUR = "00_tour"
+# The README and the front page show these outputs of the tour, each found by the words it starts with.
+TOUR_SAYS = ("eight reservations", "steps:", "A: ", "equal ")
 WORDS_A_MINUTE = 180
 SECONDS_A_LINE_OF_CODE = 3
 
@@ -46,6 +52,8 @@ class Chapter:
     modules: tuple[str, ...]
     device: str
     minutes: int
+    cells: int
+    pending: int
 
 
 def contents() -> Iterator[tuple[str, str]]:
@@ -74,10 +82,12 @@ def read_chapter(docname: str, path: Path) -> Chapter:
     return Chapter(
         docname=docname,
         title=first(r"^# (.*?)$", prose, docname),
-        question=first(r"\*\*The question\.\*\*\s*(.*?)(?:\n\n|\Z)", prose),
+        question=first(r"\*\*The\s+question\.\*\*\s*(.*?)(?:\n\n|\Z)", prose),
         modules=tuple(dict.fromkeys(module for module in modules if module)),
         device=first(r"\*\*Device\.?\*\*:?\s*(.*?)$", prose),
         minutes=max(5, 5 * round(minutes / 5)),
+        cells=len(code),
+        pending=sum(cell.get("execution_count") is None for cell in code),
     )
 
 
@@ -97,15 +107,50 @@ def label(chapter: Chapter) -> str:
     return chapter.title if chapter.title.startswith(number) else f"{number} {chapter.title}"
 
 
+def brief_modules(modules: tuple[str, ...], most: int = 3) -> str:
+    """The modules of a chapter; of many, the last, which stands on the others."""
+    names = [f"`{module}`" for module in (modules if len(modules) <= most else modules[-1:])]
+    if len(modules) > most:
+        names.append(f"and {len(modules) - 1} more")
+    return " ".join(names) or "-"
+
+
+def brief_device(device: str) -> str:
+    """What a chapter needs, in two words; its header card says more."""
+    return "GPU or CPU" if "CUDA GPU" in device else "CPU"
+
+
+def status(chapter: Chapter) -> str:
+    """How many cells were run, or are still to be run."""
+    if chapter.pending:
+        return f"{chapter.pending} of {chapter.cells} cells pending"
+    return f"{chapter.cells} cells run"
+
+
 def chapter_map() -> str:
     """The table of all chapters, in Markdown."""
-    rows = ["| chapter | its question | exports | read | device |", "|---|---|---|---|---|"]
+    rows = ["| chapter | its question | exports | read | device | status |", "|---|---|---|---|---|---|"]
     for part, chapter in all_chapters():
-        modules = " ".join(f"`{module}`" for module in chapter.modules) or "-"
-        cells = [f"[{label(chapter)}](/{chapter.docname})", chapter.question or part, modules]
-        cells += [f"{chapter.minutes} min", chapter.device.rstrip(".") or "any CPU"]
+        cells = [f"[{label(chapter)}](/{chapter.docname})", chapter.question or part, brief_modules(chapter.modules)]
+        cells += [f"{chapter.minutes} min", brief_device(chapter.device), status(chapter)]
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows)
+
+
+def tour_output(path: Path = ROOT / "book" / f"{TOUR}.ipynb", columns: int = 100) -> str:
+    """What the tour printed, as the front page and the README show it; raises ValueError if it prints something else."""
+    cells = json.loads(path.read_text("utf-8"))["cells"]
+    texts = [
+        "".join(output["text"]).rstrip()
+        for cell in cells
+        for output in cell.get("outputs", [])
+        if output["output_type"] == "stream"
+    ]
+    shown = [next((text for text in texts if text.startswith(start)), "") for start in TOUR_SAYS]
+    if "" in shown:
+        raise ValueError(f"{path.name}: no output starts with {TOUR_SAYS[shown.index('')]!r}")
+    lines = [line.rstrip()[:columns] for text in shown for line in text.splitlines() if line.strip()]
+    return "\n".join(lines)
 
 
 def pool_picture() -> str:
@@ -132,6 +177,8 @@ def fill(app: Sphinx, docname: str, source: list[str]) -> None:
     for _part, page in contents():
         app.env.note_dependency(str(ROOT / "book" / f"{page}.ipynb"))
     text = source[0].replace("<!-- chapter-map -->", chapter_map())
+    if "<!-- tour-output -->" in text:
+        text = text.replace("<!-- tour-output -->", f"```text\n{tour_output()}\n```")
     if "<!-- pool-picture -->" in text:
         text = text.replace("<!-- pool-picture -->", pool_picture())
     source[0] = re.sub(r"\{chapter\}`(\w+)`", lambda match: chapter_link(match.group(1)), text)
@@ -143,18 +190,29 @@ def setup(app: Sphinx) -> dict[str, Any]:
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
 
 
+EXAMPLE = re.compile(r"(```python\n(.*?)```\n+```text\n)(.*?)(```)", re.DOTALL)
+TOUR_MARKS = re.compile(r"(<!-- tour: begin -->\n```text\n)(.*?)(\n```\n<!-- tour: end -->)", re.DOTALL)
+
+
+def printed_by(code: str) -> str:
+    """What an example prints, without spaces at the ends of lines."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    return "".join(f"{line.rstrip()}\n" for line in done.stdout.splitlines())
+
+
+def filled_readme(readme: str) -> str:
+    """The README with the tour's output and its examples' as they are now."""
+    readme = TOUR_MARKS.sub(lambda found: found[1] + tour_output() + found[3], readme)
+    return EXAMPLE.sub(lambda found: found[1] + printed_by(found[2]) + found[4], readme)
+
+
 def main() -> None:
-    """Write the README's picture and what its example prints: `python book/_ext/front_page.py`."""
+    """Write the README's picture and outputs: `python book/_ext/front_page.py`."""
     from paged_kv.draw import draw_pool
 
     (ROOT / "book/_static/pool.svg").write_text(draw_pool(SNAPSHOT).svg + "\n", "utf-8")
-    readme = (ROOT / "README.md").read_text("utf-8")
-    code = readme.partition("```python\n")[2].partition("```")[0]
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
-    head, _, rest = readme.partition("```text\n")
-    tail = rest.partition("```")[2]
-    lines = "\n".join(line.rstrip() for line in printed.splitlines())
-    (ROOT / "README.md").write_text(f"{head}```text\n{lines}\n```{tail}", "utf-8")
+    path = ROOT / "README.md"
+    path.write_text(filled_readme(path.read_text("utf-8")), "utf-8")
 
 
 if __name__ == "__main__":

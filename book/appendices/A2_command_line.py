@@ -30,12 +30,13 @@ print("fits" if needed <= 40 * GB else "does not fit")
 # and a script can read?
 #
 # :::{card} This appendix
-# - **You need**: chapter 01 and appendix A3.
-# - **Exports**: `cli` (`paged-kv size`), and the sums behind it, `capacity_report`.
-# - **Device**: any CPU; nothing heavier than typer and rich is imported.
-# - **Run time**: about 2 s.
+# - **You need**: chapter 01 and appendix A3; for the commands that serve, chapter 13.
+# - **Exports**: `cli`, the application; `capacity_report`, the sums behind `paged-kv size`;
+#   `cli_output`, `serve_options`, `serve_cli` and `bench_cli` for the other commands.
+# - **Device**: any CPU; nothing heavier than typer and rich is imported, until a model runs.
+# - **Run time**: about 15 s.
 # - **You are here** chapters 00 to 14 · labs · appendices: A1 drawing · **A2 command line** · A3
-#   real configs
+#   real configs · A4 sampling · A5 check your own · A6 serving, measured
 # :::
 
 # %% [markdown]
@@ -284,50 +285,19 @@ print(f"a 24 GB card would be {100 * short['total_bytes'] / (24 * GB):.0f} % ful
 #   its value and what is allowed.
 # - *`--json` prints the report itself*, for scripts.
 
-# %% tags=["export:cli"]
-"""The command line, `paged-kv`: each command asks the package one question and prints the answer.
+# %% tags=["export:cli_output"]
+"""How commands refuse and print: bad input in one line, reports as rows of label and value."""
 
-Nothing heavier than typer is imported until a command runs.
-"""
-
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from paged_kv.configs import from_config
-from paged_kv.sizing import at_least, format_bytes, parse_bytes
-from paged_kv.weights import weight_bytes
-
-app = typer.Typer(
-    help="A paged KV cache for LLM serving: size one, run one.",
-    no_args_is_help=True, add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
+from paged_kv.sizing import format_bytes, parse_bytes
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        from importlib.metadata import version
-
-        typer.echo(f"paged-kv {version('paged-kv')}")
-        raise typer.Exit
-
-
-@app.callback()
-def _common(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")
-    ] = False,
-) -> None:
-    """Options that stand before any command."""
-
-
-# %% tags=["export:cli"]
 @contextmanager
 def refusing() -> Iterator[None]:
     """Turn a ValueError into one line on stderr and exit code 2."""
@@ -350,7 +320,7 @@ def read_size(option: str, text: str) -> int:
 # Printing is the last and least part. Rows of label and value; both units where a vendor would use
 # the other one.
 
-# %% tags=["export:cli"]
+# %% tags=["export:cli_output"]
 def both_units(num_bytes: int) -> str:
     """Such as "74.51 GiB (80 GB)"."""
     return f"{format_bytes(num_bytes)} ({format_bytes(num_bytes, decimal=True)})"
@@ -387,7 +357,7 @@ def memory_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "  holding nothing", f"{paged:.2f} % in blocks, {reserved:.2f} % reserved"
 
 
-# %% tags=["export:cli"]
+# %% tags=["export:cli_output"]
 def users_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """The answer to --users as rows of label and value."""
     users, tokens = report["users"], report["tokens_each"]
@@ -414,6 +384,573 @@ def print_rows(title: str, rows: Iterator[tuple[str, str]]) -> None:
     for label, value in lines:
         console.print(Text(f"{label:{width}}   ") + Text(value, style="bold"), soft_wrap=True)
 
+
+# %% [markdown]
+# ## Commands that serve
+#
+# Four commands run a model: `generate`, `chat`, `bench`, and `watch`, which is `bench` with a view.
+# Appendix A6 explains what they measure and shows them at work. Here is only what stands between
+# the words that a user types and the functions that do the work: options with their help, an
+# engine made from them, a report printed.
+#
+# The options that all of them share are types, so that each is described once. What a command
+# needs beyond typer it imports when it runs.
+
+# %% tags=["export:serve_options"]
+"""Options that the serving commands share, and the engine that they ask for.
+
+Imports nothing heavier than typer; the rest when a command runs.
+"""
+
+import importlib
+import os
+import signal
+from types import FrameType, TracebackType
+from typing import Annotated, Any
+
+import typer
+
+ModelName = Annotated[str, typer.Option("--model", help="smollm2, folder, .gguf, hub, random:X.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; a GPU if there is one.")]
+DType = Annotated[str | None, typer.Option(help="float32, bfloat16, float16.")]
+Memory = Annotated[str | None, typer.Option(help="For K/V: 2GiB. 1 GiB on a CPU if not said.")]
+Blocks = Annotated[int | None, typer.Option(help="Instead of --memory: so many blocks.")]
+BlockSize = Annotated[int, typer.Option(help="Tokens in a block.")]
+MaxSeqLen = Annotated[int | None, typer.Option(help="Longest sequence; the model's if not said.")]
+Download = Annotated[bool, typer.Option("--download", help="May fetch the model from the hub.")]
+Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token.")]
+TopK = Annotated[int, typer.Option(help="Choose among so many; 0: all.")]
+TopP = Annotated[float, typer.Option(help="Choose among the likeliest that reach it.")]
+Seed = Annotated[int | None, typer.Option(help="The same seed draws the same tokens.")]
+NewTokens = Annotated[int, typer.Option("--max-new-tokens", help="Longest answer, in tokens.")]
+
+
+# %% tags=["export:serve_options"]
+def open_engine(asked: dict[str, Any], **more: Any) -> Any:
+    """An engine over the model that a command's options ask for; `more` are the engine's own."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if not asked["download"]:
+        os.environ.setdefault("TQDM_DISABLE", "1")  # bars only where somebody waits for a network
+    from paged_kv.engine import Engine
+    from paged_kv.model_source import load_model
+
+    names = ("model_name", "dtype", "device", "download")
+    model, tokenizer = load_model(*(asked[name] for name in names))
+    runner = graph_runner() if model.device.type == "cuda" else None
+    more |= {"runner": runner} if runner is not None else {}
+    return Engine(
+        model, tokenizer, memory=asked["memory"], num_blocks=asked["blocks"],
+        block_size=asked["block_size"], max_seq_len=asked["max_seq_len"], **more,
+    )  # fmt: skip
+
+
+def graph_runner() -> Any:
+    """Chapter 14's runner, or None where it is missing."""
+    try:
+        return importlib.import_module("paged_kv.graphs").GraphRunner
+    except (ImportError, AttributeError):
+        return None
+
+
+def sampling_of(asked: dict[str, Any]) -> Any:
+    """SamplingOptions from a command's options."""
+    from paged_kv.sampling_params import SamplingOptions
+
+    names = ("temperature", "top_k", "top_p", "seed")
+    return SamplingOptions(**{name: asked[name] for name in names})
+
+
+# %% tags=["export:serve_options"]
+class StopKey:
+    """While it is open, the first Ctrl-C only sets `asked`; a second one interrupts.
+
+    A step of the engine that is broken off in its middle would leave a plan that nobody commits.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.before: Any = None
+
+    def __enter__(self) -> "StopKey":
+        try:
+            self.before = signal.signal(signal.SIGINT, self.note)
+        except ValueError:  # not the main thread: no key reaches us
+            self.before = None
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.before is not None:
+            signal.signal(signal.SIGINT, self.before)
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """What the key does."""
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+# %% [markdown]
+# `generate` answers prompts, `chat` keeps a dialogue. A request that cannot be is refused by the
+# engine itself, whose ValueError names the argument; `refusing` makes it one line.
+
+# %% tags=["export:serve_cli"]
+"""`paged-kv generate` and `paged-kv chat`."""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from paged_kv.sizing import at_least, blocks_for
+
+# %% tags=["export:serve_cli"]
+def generate_command(
+    prompts: Annotated[list[str] | None, typer.Argument(help="One or several texts.")] = None,
+    file: Annotated[Path | None, typer.Option(help="More of them, one a line.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Put each into the chat template.")] = False,
+    n: Annotated[int, typer.Option("--n", help="Samples of each.")] = 1,
+    beams: Annotated[int, typer.Option(help="Beams in place of samples.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text.")] = None,
+    max_new_tokens: NewTokens = 64,
+    temperature: Temperature = 0.0, top_k: TopK = 0, top_p: TopP = 1.0, seed: Seed = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the answers as JSON.")] = False,
+    model_name: ModelName = "smollm2", device: Device = None, dtype: DType = None,
+    download: Download = False, memory: Memory = None, blocks: Blocks = None,
+    block_size: BlockSize = 16, max_seq_len: MaxSeqLen = None,
+) -> None:  # fmt: skip
+    """Answer prompts; the text of a single one appears as it is made."""
+    asked = dict(locals())
+    with refusing():
+        texts = read_prompts(prompts or [], file)
+        at_least(1, "n", n)
+        sampling = sampling_of(asked)
+        engine = open_engine(asked)
+        options = {"sampling": sampling, "n": n, "beam_width": beams, "stop": stop or []}
+        names = add_prompts(engine, texts, asked, options)
+        streamed = len(names) == n == 1 and not beams and not as_json
+        start = time.perf_counter()
+        answers, peak = answer_all(engine, streamed)
+        found = [answers[name] for name in names]
+        report = answers_report(texts, found, time.perf_counter() - start, peak, block_size)
+        print_answers(report, as_json, streamed)
+
+# %% tags=["export:serve_cli"]
+def read_prompts(given: list[str], file: Path | None) -> list[str]:
+    """The prompts on the command line, then those of a file."""
+    if file is not None:
+        try:
+            given = given + file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"file = {str(file)!r}: {error}") from None
+    texts = [text for text in given if text.strip()]
+    if not texts:
+        raise ValueError("prompts: none given, neither as arguments nor by --file")
+    return texts
+
+
+def add_prompts(
+    engine: Any, texts: list[str], asked: dict[str, Any], options: dict[str, Any]
+) -> list[Any]:
+    """Queue all prompts; returns the ids of their requests."""
+    from paged_kv.bench_load import encode_chat
+
+    if asked["chat"] and getattr(engine.tokenizer, "chat_template", None) is None:
+        raise ValueError("chat: the model's tokenizer has no chat template")
+    prompts: list[Any] = texts
+    if asked["chat"]:
+        prompts = [encode_chat(engine.tokenizer, [("user", text)]).tolist() for text in texts]
+    return [engine.add_request(each, asked["max_new_tokens"], **options) for each in prompts]
+
+
+def answer_all(engine: Any, streamed: bool) -> tuple[dict[Any, Any], int]:
+    """Step until all is answered: {id: Answer}, and the most blocks used between steps."""
+    answers, peak = {}, 0
+    while not engine.idle:
+        for piece in engine.step():
+            if streamed:
+                typer.echo(piece.text, nl=False)
+                sys.stdout.flush()
+            if piece.answer is not None:
+                answers[piece.request_id] = piece.answer
+        peak = max(peak, engine.stats.blocks_used)
+    return answers, peak
+
+
+# %% tags=["export:serve_cli"]
+def answers_report(
+    texts: list[str], answers: list[Any], seconds: float, peak: int, block_size: int
+) -> dict[str, Any]:
+    """What `generate` prints, as one dictionary."""
+    for answer in answers:  # a request of a single step holds its blocks within that step only
+        longest = max(len(text.token_ids) for text in answer.texts)
+        held = len(answer.prompt_token_ids) + max(longest, 1) - 1
+        peak = max(peak, blocks_for(held, block_size))
+    tokens = sum(len(text.token_ids) for answer in answers for text in answer.texts)
+    return {
+        "answers": [
+            {
+                "prompt": prompt,
+                "prompt_tokens": len(answer.prompt_token_ids),
+                "hit_tokens": answer.hit_tokens,
+                "texts": [
+                    {
+                        "text": text.text, "finish_reason": text.finish_reason,
+                        "tokens": len(text.token_ids), "score": text.score,
+                    }
+                    for text in answer.texts
+                ],
+            }
+            for prompt, answer in zip(texts, answers, strict=True)
+        ],
+        "tokens": tokens,
+        "seconds": round(seconds, 3),
+        "tokens_per_s": round(tokens / max(seconds, 1e-9), 2),
+        "prompt_tokens": sum(len(answer.prompt_token_ids) for answer in answers),
+        "hit_tokens": sum(answer.hit_tokens for answer in answers),
+        "blocks_used": peak,
+    }  # fmt: skip
+
+# %% tags=["export:serve_cli"]
+def print_answers(report: dict[str, Any], as_json: bool, streamed: bool) -> None:
+    """The report as JSON; or the texts, unless they have been streamed, and the counts."""
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+        return
+    for answer in report["answers"]:
+        several = len(answer["texts"]) > 1 or len(report["answers"]) > 1
+        if several:
+            typer.echo(f"--- {answer['prompt']}")
+        for number, text in enumerate(answer["texts"], 1):
+            mark = f"{number}. " if len(answer["texts"]) > 1 else ""
+            typer.echo("" if streamed else mark + text["text"])
+            if text["finish_reason"] not in ("length", "stop"):
+                typer.echo(f"({text['finish_reason']})", err=True)
+    typer.echo(counts_line(report), err=True)
+
+
+def counts_line(report: dict[str, Any]) -> str:
+    """Tokens, rate, blocks and hits in one line."""
+    return (
+        f"{report['tokens']} tokens in {report['seconds']:.2f} s,"
+        f" {report['tokens_per_s']:.1f} tokens/s; at most {report['blocks_used']} blocks;"
+        f" {report['hit_tokens']} of {report['prompt_tokens']} prompt tokens found in the cache"
+    )
+
+# %% tags=["export:serve_cli"]
+def chat_command(
+    system: Annotated[str, typer.Option(help="What the model is told before all else.")] = "",
+    max_new_tokens: NewTokens = 256,
+    temperature: Temperature = 0.0, top_k: TopK = 0, top_p: TopP = 1.0, seed: Seed = None,
+    model_name: ModelName = "smollm2", device: Device = None, dtype: DType = None,
+    download: Download = False, memory: Memory = None, blocks: Blocks = None,
+    block_size: BlockSize = 16, max_seq_len: MaxSeqLen = None,
+) -> None:  # fmt: skip
+    """Talk with a model; each turn says how many of its tokens had to be computed."""
+    asked = dict(locals())
+    with refusing():
+        sampling = sampling_of(asked)
+        engine = open_engine(asked)
+        from paged_kv.chat_session import ChatSession
+
+        session = ChatSession(engine, sampling, max_new_tokens)
+        session.turns += [("system", system)] if system else []
+        opening = list(session.turns)
+    typer.echo("/reset forgets, /stats counts, /quit leaves; Ctrl-C ends an answer", err=True)
+    for line in lines_said():
+        if line in ("/quit", "/exit"):
+            break
+        if line == "/reset":
+            session.reset()
+            session.turns += opening
+            typer.echo("(forgotten)")
+        elif line == "/stats":
+            typer.echo(stats_line(engine.stats))
+        elif line:
+            speak(session, line)
+
+
+def lines_said() -> Iterator[str]:
+    """What the user types, line by line, to the end of the input or Ctrl-C."""
+    asking = "> " if sys.stdin.isatty() else ""
+    while True:
+        try:
+            yield input(asking).strip()
+        except (EOFError, KeyboardInterrupt):
+            return
+
+
+# %% tags=["export:serve_cli"]
+def speak(session: Any, line: str) -> None:
+    """One turn: the answer as it comes, and what it took; a refusal is one line."""
+    start, said = time.perf_counter(), session.ask(line)
+    try:
+        with StopKey() as key:
+            for text in said:
+                typer.echo(text, nl=False)
+                sys.stdout.flush()
+                if key.asked:
+                    said.close()
+                    typer.echo(" [stopped]", nl=False)
+    except ValueError as error:
+        typer.echo(f"paged-kv: {error}; /reset begins anew", err=True)
+        return
+    answer, seconds = session.answer, time.perf_counter() - start
+    made = 0 if answer is None else len(answer.texts[0].token_ids)
+    typer.echo("")
+    typer.echo(
+        f"({session.computed_tokens} of {session.prompt_tokens} prompt tokens computed,"
+        f" {made} made, {made / max(seconds, 1e-9):.1f} tokens/s)",
+        err=True,
+    )
+
+
+def stats_line(stats: Any) -> str:
+    """The engine's figures in one line."""
+    return (
+        f"{stats.tokens_made} tokens made, {stats.tokens_run} run in {stats.steps} steps;"
+        f" {stats.hit_tokens} of {stats.queried_tokens} prompt tokens found;"
+        f" {stats.blocks_used} of {stats.blocks} blocks used"
+    )
+
+
+# %% [markdown]
+# `bench` describes a load in options. Its report is one dictionary too: rows for people, JSON for
+# scripts, with device, versions and workload beside the figures.
+
+# %% tags=["export:bench_cli"]
+"""`paged-kv bench`, and `paged-kv watch`: the same run, with or without a view of it."""
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from paged_kv.sizing import at_least
+
+Requests = Annotated[int, typer.Option(help="How many requests.")]
+Rate = Annotated[float | None, typer.Option(help="Open load: requests/s at random.")]
+AtOnce = Annotated[int | None, typer.Option(help="Closed load: users at once; all if not said.")]
+TraceFile = Annotated[str | None, typer.Option("--trace", help="Mooncake .jsonl or Azure .csv.")]
+Mean = Annotated[float, typer.Option(help="Mean length, in tokens.")]
+
+# %% tags=["export:bench_cli"]
+def bench_command(
+    context: typer.Context,
+    requests: Requests = 32, rate: Rate = None, at_once: AtOnce = None, trace: TraceFile = None,
+    scale: Annotated[float, typer.Option(help="Multiplies lengths of a trace.")] = 1.0,
+    speed: Annotated[float, typer.Option(help="A trace runs so many times as fast.")] = 1.0,
+    questions: Annotated[bool, typer.Option("--questions", help="Real questions.")] = False,
+    prompt_mean: Mean = 60.0, output_mean: Mean = 60.0,
+    sigma: Annotated[float, typer.Option(help="Of the logarithm of lengths.")] = 1.0,
+    shortest: Annotated[int, typer.Option(help="Lengths are clipped.")] = 4,
+    longest: Annotated[int, typer.Option(help="Lengths are clipped.")] = 256,
+    shared: Annotated[int, typer.Option(help="Tokens with which all prompts begin.")] = 0,
+    load_seed: Annotated[int, typer.Option("--seed", help="Of times, lengths, tokens.")] = 0,
+    seconds: Annotated[float, typer.Option(help="Stop after so long.")] = math.inf,
+    slo_ttft: Annotated[float, typer.Option(help="Good: first token within, in s.")] = 1.0,
+    slo_tpot: Annotated[float, typer.Option(help="Good: s a token after it.")] = 0.1,
+    plain: Annotated[bool, typer.Option("--plain", help="One line a second.")] = False,
+    as_json: Annotated[Path | None, typer.Option("--json", help="Write the report here.")] = None,
+    token_budget: Annotated[int, typer.Option(help="Tokens in a step at most.")] = 2048,
+    max_running: Annotated[int, typer.Option(help="Sequences at once at most.")] = 256,
+    host_blocks: Annotated[int, typer.Option(help="Room for swapped blocks.")] = 0,
+    cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Prefix cache.")] = True,
+    model_name: ModelName = "smollm2", device: Device = None, dtype: DType = None,
+    download: Download = False, memory: Memory = None, blocks: Blocks = None,
+    block_size: BlockSize = 16, max_seq_len: MaxSeqLen = None,
+) -> None:  # fmt: skip
+    """Put an engine under load: throughput, times to the first token and between tokens."""
+    asked = {name: value for name, value in locals().items() if name != "context"}
+    with refusing():
+        run_bench(asked, context.info_name == "watch")
+
+# %% tags=["export:bench_cli"]
+def run_bench(asked: dict[str, Any], watched: bool) -> None:
+    """Make engine and load, run one on the other, print the report or write it."""
+    if not asked["seconds"] > 0:
+        raise ValueError(f"seconds = {asked['seconds']}: more than 0 are needed")
+    file = asked["as_json"]
+    if file is not None and not file.parent.is_dir():
+        raise ValueError(f"json = {str(file)!r}: no such folder")
+    names = ("token_budget", "max_running", "host_blocks")
+    options = {name: asked[name] for name in names} | {"prefix_caching": asked["cache"]}
+    engine = open_engine(asked, **options)
+    load = make_load(asked, engine)
+    from paged_kv.bench_run import Bench, bench_report
+    from paged_kv.live_view import watch_bench
+    from paged_kv.metrics import SLO
+
+    bench = Bench(engine, load, SLO(asked["slo_ttft"], asked["slo_tpot"]), asked["seconds"])
+    with StopKey() as key:
+        if watched or asked["plain"]:
+            plain = asked["plain"] or not sys.stdout.isatty()
+            watch_bench(bench, plain, lambda: key.asked)
+        while not (bench.done or key.asked):
+            bench.step()
+        bench.stop()
+    report = bench_report(bench)
+    print_rows(f"{asked['model_name']}: {load.name}", bench_rows(report))
+    if bench.first_refusal:
+        typer.echo(f"note: {report['refused']} refused, such as: {bench.first_refusal}")
+    if file is not None:
+        file.write_text(json.dumps(whole_report(asked, engine, load, report), indent=1) + "\n")
+
+
+# %% tags=["export:bench_cli"]
+def make_load(asked: dict[str, Any], engine: Any) -> Any:
+    """The load that a command's options describe."""
+    from paged_kv.bench_load import LoadLengths, drawn_load, question_load, trace_load
+    from paged_kv.trace_shapes import Lognormal
+
+    if sum(map(bool, (asked["rate"], asked["trace"], asked["at_once"]))) > 1:
+        raise ValueError("rate, trace, at-once: one of them, not several")
+    if asked["trace"]:
+        count = at_least(1, "requests", asked["requests"])
+        sizes = asked["scale"], asked["speed"]
+        return trace_load(asked["trace"], engine.vocab_size, count, *sizes)
+    low = at_least(1, "shortest", asked["shortest"])
+    lengths = LoadLengths(
+        Lognormal(asked["prompt_mean"], asked["sigma"]),
+        Lognormal(asked["output_mean"], asked["sigma"]),
+        low, at_least(low, "longest", asked["longest"]),
+    )  # fmt: skip
+    common = {name: asked[name] for name in ("rate", "at_once")} | {"seed": asked["load_seed"]}
+    if asked["questions"]:
+        return question_load(engine.tokenizer, asked["requests"], lengths, **common)
+    vocab, shared = engine.vocab_size, asked["shared"]
+    return drawn_load(asked["requests"], vocab, lengths, shared=shared, **common)
+
+
+# %% tags=["export:bench_cli"]
+def in_seconds(times: dict[str, float | None], scale: float = 1.0, unit: str = "s") -> str:
+    """Such as "0.12 s, 0.50 s, 0.61 s": p50, p90, p99."""
+    found = [times[name] for name in ("p50", "p90", "p99")]
+    return ", ".join("-" if t is None else f"{scale * t:.3g} {unit}" for t in found)
+
+
+def bench_rows(report: dict[str, Any]) -> Any:
+    """The report as rows of label and value."""
+    from paged_kv.live_view import counted
+
+    yield "requests", f"{report['finished']} finished of {report['submitted']}, " + (
+        f"{report['requests_per_s']:.2f} requests/s"
+    )
+    yield "tokens", f"{report['output_tokens']:,} made, {report['tokens_per_s']:.1f} tokens/s"
+    yield "first token, p50 p90 p99", in_seconds(report["ttft_s"])
+    yield "each token after, p50 p90 p99", in_seconds(report["tpot_s"], 1000, "ms")
+    good, slo = f"{report['goodput_per_s']:.2f} requests/s", report["slo"]
+    yield "goodput", f"{good} within {slo['ttft_s']:g} s and {slo['tpot_s']:g} s"
+    held, filled = 100 * report["blocks_held"], 100 * report["slots_filled"]
+    yield "blocks", f"{held:.0f} % of {report['blocks']} held, {filled:.0f} % of their slots filled"
+    yield "found in the cache", f"{100 * report['hit_rate']:.0f} % of prompt tokens"
+    yield "running, on average", f"{report['mean_running']:.1f}"
+    yield "preempted", counted(report["preemptions"])
+    yield "steps", counted(report["step_kinds"])
+
+# %% tags=["export:bench_cli"]
+def whole_report(asked: dict[str, Any], engine: Any, load: Any, report: Any) -> dict[str, Any]:
+    """The report with what a number needs beside it: device, versions, workload, day."""
+    import datetime
+    import importlib.metadata as metadata
+    import os
+    import platform
+
+    import torch
+
+    packages = ("paged-kv", "torch", "transformers", "triton", "numpy")
+    installed = {dist.metadata["Name"].lower() for dist in metadata.distributions()}
+    gpu = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else ""
+    cores = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+    return {
+        "device": gpu or f"{cores}, {torch.get_num_threads()} threads",
+        "versions": {"python": platform.python_version()}
+        | {name: metadata.version(name) for name in packages if name in installed},
+        "date": datetime.date.today().isoformat(),
+        "workload": load.name,
+        "options": {name: str(value) for name, value in asked.items()},
+        **report,
+    }
+
+# %% [markdown]
+# :::{admonition} Predict
+# :class: tip
+# `paged-kv generate hello --model random:tiny --blocks 2 --max-new-tokens 40`: five tokens of
+# prompt, forty of answer, two blocks of 16. Is it refused, cut short, or answered?
+# :::
+#
+# :::{dropdown} Reasoning
+# The prompt fits, and an answer may end early, so it is begun. 32 slots hold the 5 and 27 more; the
+# 28th token is made from the last of these and never run. Then the pool is full, nobody else can
+# give way, and the request ends with what it has, for the reason `out_of_blocks`.
+# :::
+
+# %% [markdown]
+# The application holds them all. `bench` and `watch` are one function, which looks at the name
+# that it was called by.
+
+# %% tags=["export:cli"]
+"""The command line, `paged-kv`: each command asks the package one question and prints the answer.
+
+Nothing heavier than typer is imported until a command runs.
+"""
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from paged_kv.configs import from_config
+from paged_kv.sizing import at_least
+from paged_kv.weights import weight_bytes
+
+
+def with_serving(application: typer.Typer) -> typer.Typer:
+    """`application` with the commands that run a model."""
+    application.command("generate")(generate_command)
+    application.command("chat")(chat_command)
+    application.command("bench")(bench_command)
+    application.command("watch", help="`bench`, with a live view of the pool.")(bench_command)
+    return application
+
+
+app = with_serving(
+    typer.Typer(
+        help="A paged KV cache for LLM serving: size one, run one.",
+        no_args_is_help=True, add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+)  # fmt: skip
+
+# %% tags=["export:cli"]
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"paged-kv {version('paged-kv')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")
+    ] = False,
+) -> None:
+    """Options that stand before any command."""
 
 # %% tags=["export:cli"]
 def size_report(config: str, asked: dict[str, Any]) -> dict[str, Any]:
@@ -513,6 +1050,15 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 # %% [markdown]
+# Which modules did all of that import? Nothing that takes time:
+
+# %%
+import subprocess
+
+heavy = "import sys; import paged_kv.cli; print({'numpy', 'torch', 'rich'} & set(sys.modules))"
+print(subprocess.run([sys.executable, "-c", heavy], capture_output=True, text=True).stdout.strip())
+
+# %% [markdown]
 # Now the opening's question, as anyone would type it: `paged-kv size llama-3-8b --users 50
 # --context 4096`. The cells below run the application in the notebook; in a terminal it is the
 # same.
@@ -530,7 +1076,20 @@ def run(line):
 assert run("size llama-3-8b --users 50 --context 4096") == 0
 
 # %% [markdown]
-# And forwards, from a card to its users:
+# A command that serves, with a model of random weights whose tokens are bytes, in two blocks and in
+# three:
+
+# %%
+import warnings
+
+warnings.filterwarnings("ignore", message="IProgress not found")  # we show no progress bars
+line = "generate hello --model random:tiny --device cpu --max-new-tokens 40 --json --blocks"
+for blocks in (2, 3):
+    report = json.loads(CliRunner().invoke(app, [*line.split(), str(blocks)]).stdout)
+    print(blocks, "blocks:", report["tokens"], report["answers"][0]["texts"][0]["finish_reason"])
+
+# %% [markdown]
+# And `size` forwards, from a card to its users:
 
 # %%
 assert run("size llama-3-8b --memory 80GB --mean-tokens 1500") == 0
@@ -594,6 +1153,7 @@ print(f"{format_bytes(total)}, which is {format_bytes(total, decimal=True)}")
 # |---|---|
 # | `paged-kv size` | config in; bytes, blocks, sequences, waste; `--users` for cards; `--json` |
 # | `capacity_report` | the sums: `model_report`, `memory_report`, `length_report`, `users_report` |
+# | `generate`, `chat`, `bench`, `watch` | options in; an engine, a load, a report: appendix A6 |
 # | `app` | the typer application; a new command is a function with `@app.command()` that imports inside |
 # | invariant | table and JSON show one dictionary; bad input is one line and exit code 2 |
 # | what breaks next | a server that shares the card with others: state what they take as overhead |

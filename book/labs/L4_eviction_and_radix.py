@@ -39,24 +39,17 @@ for policy in ("LRU, head first", "LRU, tail first"):
 #   `trace_shapes` (a generator); it plots what `benchmarks/eviction.py` counted.
 # - **Device** CPU.
 # - **Run time** under a minute; the benchmark takes some minutes.
-# - **You are here** 00 tour · 01 sizing · 02 contiguous pool · 03 block manager · 04 paged
-#   attention · 05 guest model · 06 copy-on-write · 07 sampling · 08 prefix cache · **lab** · 09
-#   scheduling
+# - **You are here** 07 sampling · 08 prefix cache · **lab** · 09 scheduling
 # :::
 
 # %% [markdown]
 # ## A tree of texts
 #
-# Chapter 08 gives each block a name and finds blocks by name. SGLang keeps prompts in a radix
-# tree instead {cite}`zheng2024sglang`. An edge is a run of tokens of any length; where two
-# prompts part, the edge is split in two. To look a prompt up is to walk down from the root.
-#
-# State: a node has `tokens` (the run that leads to it), `children` (keyed by the first page
-# of their run), `parent`, and `last`, the number of the walk that passed it last. A page is
-# the unit in which tokens are compared; 1 is allowed.
-#
-# The invariant: children of one node begin with different pages. So there is one place at
-# most where a prompt can go on.
+# SGLang keeps prompts in a radix tree {cite}`zheng2024sglang`. An edge is a run of tokens of any
+# length; where two prompts part, the edge is split. A node has `tokens` (the run that leads to
+# it), `children` by the first page of their run, `parent`, and `last`, the walk that passed it
+# last. A page is the unit in which tokens are compared; 1 is allowed. The invariant: children of
+# one node begin with different pages, so a prompt can go on in one place at most.
 
 # %% tags=["export:radix_tree"]
 """Prompts in a radix tree: runs of tokens on the edges, split where two prompts part.
@@ -116,9 +109,8 @@ class RadixTree:
 
 
 # %% [markdown]
-# The walk does the work. It follows the child whose first page fits, as far as their pages
-# agree. If it leaves an edge in the middle, the edge is split there, so that the part that was
-# used and the part that was not can grow old separately.
+# The walk goes down as far as the pages agree. If it leaves an edge in the middle, the edge is
+# split there, so that the part that was used and the part that was not can age separately.
 
 # %% tags=["export:radix_tree"]
 class RadixTree(RadixTree):  # type: ignore
@@ -153,9 +145,9 @@ class RadixTree(RadixTree):  # type: ignore
 
 
 # %% [markdown]
-# Eviction takes leaves only, the one that was used longest ago first, and trims it from its
-# end, page by page. A parent is never older than its child. So this is tail first, least
-# recently used, by the shape of the tree: it cannot make the mistake of the opening.
+# Eviction takes leaves only, the one used longest ago first, and trims it from its end. A parent
+# is never older than its child: tail first, least recently used, by the shape of the tree. It
+# cannot make the mistake of the opening.
 
 # %% tags=["export:radix_tree"]
 class RadixTree(RadixTree):  # type: ignore
@@ -206,8 +198,7 @@ def check_radix(tree: RadixTree) -> None:
 
 
 # %% [markdown]
-# Three texts, a token a character, pages of one. The third ends in the middle of a word, and
-# there the edge is split.
+# Three texts, a token a character. The third ends in the middle of a word.
 
 # %%
 def picture(tree, node=None, depth=0):
@@ -227,18 +218,15 @@ picture(tree)
 # %% [markdown]
 # :::{admonition} Predict
 # :class: tip
-# The tree knows 12 characters of the third text, a table with blocks of 4 knows whole blocks
-# only. Over many prompts, how do the hits of the two compare, tokens against tokens?
+# The tree knows 12 characters of the third text, blocks of 4 know whole blocks only. Over many
+# prompts, how do the hits compare?
 # :::
 #
 # :::{dropdown} Reasoning
 # The tree's match is the longest common beginning with any prompt before; the table's is the
-# same, rounded down to a block. So at most B - 1 tokens a prompt are lost, on average about
-# half a block. With pages of B tokens the tree rounds too, and both find the same.
+# same, rounded down to a block: at most B - 1 tokens a prompt are lost, about half a block on
+# average. With pages of B the tree rounds too, and both find the same.
 # :::
-#
-# The cell lets both answer 400 random prompts over an alphabet of two letters, with the
-# `PrefixCache` of chapter 08 on the other side.
 
 # %%
 import random
@@ -265,10 +253,8 @@ for _ in range(400):
 print(found)
 
 # %% [markdown]
-# Pages of one find more, here in short prompts of two letters much more. In prompts of
-# thousands of tokens half a block is little. What the tree costs is a structure that walks and
-# splits; what a table costs is rounding. The tests run the same comparison under eviction too:
-# with pages of B, the tree and tail-first LRU over blocks hit the same, request by request.
+# In prompts of thousands of tokens half a block is little. Under eviction, too, a tree with pages
+# of B and tail-first LRU over blocks hit the same, request by request:
 
 # %%
 def replay_tree(chains, capacity):
@@ -288,18 +274,16 @@ print(f"{len(few)} prompts in 120 blocks: hits equal, request by request: {same}
 assert same
 
 # %% [markdown]
-# So the choice between tree and table is one of engineering. The policy is another matter,
-# and from here on blocks are enough.
+# So tree or table is a choice of engineering. The policy is another matter, and blocks are enough
+# for it.
 
 # %% [markdown]
 # ## Requests to try it on
 #
-# A policy is good or bad for a stream of requests, so the streams come first. Recorded ones
-# are published in two formats, neither with any text. Mooncake's has a line of JSON a request:
-# a time stamp, two lengths, and an id for each block of 512 tokens, where equal ids mean equal
-# beginnings {cite}`qin2025mooncake`. Azure's is a table of time stamps and lengths. The
-# readers refuse a bad line by number and field: a trace that is silently misread gives results
-# that nobody questions.
+# Recorded streams are published in two formats, neither with any text. Mooncake's has a line of
+# JSON a request: a time stamp, two lengths, and an id for each block of 512 tokens, where equal
+# ids mean equal beginnings {cite}`qin2025mooncake`. Azure's is a table of time stamps and lengths.
+# The readers refuse a bad line by number and field.
 
 # %% tags=["export:traces"]
 """Requests as others recorded them: readers of two public formats, strict about every line.
@@ -549,10 +533,9 @@ with tempfile.TemporaryDirectory() as folder:
         print("refused:", error)
 
 # %% [markdown]
-# Recorded files are large and belong to others, so they are not in this repository; the
-# benchmark takes a path. For everything else there is a generator. Its lengths are lognormal,
-# its shared openings are drawn with Zipf weights, and sessions return: the next prompt is the
-# last one, its answer, and something new.
+# The files are large and belong to others; the benchmark takes a path. For the rest there is a
+# generator: lognormal lengths, shared openings with Zipf weights, sessions that return with the
+# last prompt, its answer and something new.
 
 # %% tags=["export:trace_shapes"]
 """Traces that are made up: lognormal lengths, Zipf-popular openings, sessions that return.
@@ -733,10 +716,10 @@ AZURE_CONVERSATION = TraceShape(
     max_input=16_384,
 )
 # %% [markdown]
-# The generator is fitted on inputs: lengths, rate, the share of blocks that come again, the
-# share used once. No hit rate of a limited cache went in. Mooncake's paper gives for its trace
-# 23,608 requests in an hour, 7,590 tokens in and 182 out on average, and 51 % of the blocks
-# found by an unlimited cache {cite}`qin2024mooncake`.
+# It is fitted on inputs: lengths, rate, the shares of blocks that come again and only once. No hit
+# rate of a limited cache went in. Mooncake's paper gives 23,608 requests in an hour, 7,590 tokens
+# in and 182 out on average, and 51 % of the blocks found by an unlimited cache
+# {cite}`qin2024mooncake`.
 
 # %%
 import json
@@ -748,17 +731,15 @@ for name, stats in result["stats"].items():
           f"{100 * stats['used_once']:.0f} % of ids once")
 
 # %% [markdown]
-# The second and third line show how good the fit is: recorded prompts are longer in the mean
-# than the generated ones, since the long tail is cut at 131,072 tokens in the generator and has
-# another shape in reality. **Turn the knob.** Set `continues=0` in `KIMI_CONVERSATION` with
+# Recorded prompts are longer in the mean than the generated ones of the third line, whose long tail
+# is cut at 131,072 tokens. **Turn the knob.** Set `continues=0` in `KIMI_CONVERSATION` with
 # `dataclasses.replace`; expect hardly any block but the first to come again.
 
 # %% [markdown]
 # ## Policies, and the best possible
 #
-# Requests are served one at a time. The leading blocks that are cached are hits; the others
-# need places, and idle blocks are evicted where there is no room. A policy is a key for each
-# block, and the smallest key goes first.
+# Requests are served one at a time; leading blocks that are cached are hits. A policy is a key for
+# each block, and the smallest key goes first.
 
 # %% tags=["hide-input"]
 import inspect
@@ -770,17 +751,11 @@ table = source[source.index("KEYS: dict") : source.index('"""The block with the 
 Markdown(f"```python\n{table}```")
 
 # %% [markdown]
-# - *LFU* counts uses while a block is cached. A parent has at least its child's count, so with
-#   ties by age and depth it goes tail first by itself. *Length-aware* is the variant in
-#   Mooncake's paper: LFU that prefers to drop what lies deep in a prompt.
-# - *Cost-aware* is GreedyDual: uses times the work to compute the block again, above the age of
-#   the cache. Deep blocks cost more, since they attend to more. That would evict a parent before
-#   its child, so only leaves may go.
-# - *ARC* keeps blocks used once and blocks used often apart and shifts the border by what it
-#   regrets {cite}`megiddo2003arc`.
-#
-# And the bound. Belady's rule, which knows the future, evicts the block whose next use is
-# furthest {cite}`belady1966`. Is it still best when a hit needs the whole chain before it?
+# *Length-aware* is Mooncake's variant of LFU that prefers to drop what lies deep in a prompt.
+# *Cost-aware* is GreedyDual: uses times the work to compute the block again; only leaves may go,
+# or it would evict a parent before its child. *ARC* keeps blocks used once and often apart and
+# shifts the border by what it regrets {cite}`megiddo2003arc`. The bound is Belady's rule: evict the
+# block whose next use is furthest {cite}`belady1966`.
 #
 # :::{admonition} Predict
 # :class: tip
@@ -788,11 +763,9 @@ Markdown(f"```python\n{table}```")
 # :::
 #
 # :::{dropdown} Reasoning
-# No. Whoever uses a block uses its parent, so the parent's next use is never later. With ties
-# broken by depth the child goes first. Hence all that it keeps counts, and the usual argument
-# holds: think of a block kept from one use to the next as an interval. Where too many overlap,
-# one must go, and the one that ends last can be no more useful than any other that is there.
-# The tests compare it with trying everything, on small cases.
+# No. Whoever uses a block uses its parent, so the parent's next use is never later; with ties
+# broken by depth the child goes first. Hence all that it keeps counts. The tests compare it with
+# trying everything, on small cases.
 # :::
 
 # %%
@@ -807,22 +780,19 @@ for name, chains in streams.items():
 # %% [markdown]
 # ## What was counted
 #
-# Five streams. The *agent loop* has 500 sessions of 8 turns behind one block of tools of 3,000
-# tokens, 64 of them open at a time. The *shared-prefix mix* has system prompts of Zipf
-# popularity, and one request in five is a long document that never comes back. Two are
-# generated, one is recorded.
+# Five streams. The *agent loop* has 500 sessions of 8 turns behind 3,000 tokens of tools. The
+# *shared-prefix mix* has system prompts of Zipf popularity, and one request in five is a long
+# document that never comes back. Two are generated, one is recorded.
 #
 # :::{admonition} Predict
 # :class: tip
-# On which of the streams does counting uses (LFU) beat remembering their order (LRU), and on
-# which does it lose badly?
+# Where does counting uses (LFU) beat remembering their order (LRU), and where does it lose badly?
 # :::
 #
 # :::{dropdown} Reasoning
-# The documents of the mix are a scan: under LRU each pushes out system prompts that will be
-# wanted, while a count of one protects nobody. In the agent loop the opposite holds: a session
-# that has ended leaves blocks with high counts that will never be used, and a young session,
-# which will return in a moment, has low ones.
+# The documents of the mix are a scan: under LRU each pushes out system prompts that will be wanted.
+# In the agent loop a session that has ended leaves high counts that will never be used, and a
+# young one, which will return in a moment, has low ones.
 # :::
 
 # %% tags=["hide-input"]
@@ -861,14 +831,11 @@ fig.supylabel("prompt blocks that hit, %", fontsize=9)
 plt.show()
 
 # %% [markdown]
-# *Figure: hit rate against the size of the pool, eight lines for each of five streams. The grey
-# line is an unlimited cache, the dotted black one the best possible with this pool. The two
-# LRU lines lie on each other everywhere. LFU and ARC lead in the shared-prefix mix; LFU falls
-# far behind in the agent loop and, in larger pools, in the conversations. All stay well below
-# the bound in small pools.*
+# *Figure: hit rate against the size of the pool, eight lines for each of five streams. Grey: an
+# unlimited cache; dotted: the best possible. The two LRU lines lie on each other. LFU and ARC lead
+# in the mix; LFU falls far behind in the agent loop.*
 #
-# The mean distance to the default over the pool sizes of each stream, in points of hit rate;
-# a positive number is a policy that does better than tail-first LRU.
+# The mean distance to tail-first LRU over the pool sizes, in points of hit rate:
 
 # %% tags=["hide-input"]
 gaps = {name: {p: -result["headline"]["lead_of_default_points"][f"{name}: {p}"]
@@ -883,14 +850,12 @@ worst = {policy: min(gaps[name][policy] for name in names) for policy in lab.POL
 print(f"{'worst of the five':34}", *(f"{value:+13.2f}" for value in worst.values()))
 
 # %% [markdown]
-# - *Head first* loses between 0.02 and 0.2 points. The mistake of the opening hits one chain at
-#   a time, the one at the border of what is kept. Tail first costs nothing, so it stays.
+# - *Head first* loses between 0.02 and 0.2 points: the mistake of the opening hits one chain at a
+#   time. Tail first costs nothing, so it stays.
 # - *FIFO* is behind everywhere. *LFU* and *length-aware* win 9.0 and 7.9 points in the mix and
 #   lose 13 in the agent loop: what was popular is not what will return.
-# - *Cost-aware* is judged here by a measure that it does not aim at; it is no disaster, and no
-#   gain where sessions return.
 # - *ARC* is the one serious rival. It wins 9.8 points in the mix and never loses more than 1.3 in
-#   the mean. On the recorded trace it is ahead in three pools of four, and behind in the largest.
+#   the mean. On the recorded trace it is ahead in three pools of four, behind in the largest.
 
 # %%
 rate = {(r["workload"], r["policy"], r["blocks"]): r["hit_rate"] for r in rows}
@@ -906,18 +871,16 @@ assert gaps["agent loop"]["LFU"] < -13 < 8 < gaps["shared-prefix mix"]["LFU"]
 # :::{admonition} Conclusion
 # :class: important
 # Tail-first LRU stays the default. No policy is ahead of it on every stream; on recorded traffic
-# the best rival gains at most about 2 points, and loses about 1.5 where the pool is large
-# enough to be of use. It is one queue that the pool has anyway, while ARC needs the names of as
-# many blocks that are gone. A service that mixes system prompts with long one-off documents has
-# a case for ARC, and would do better still to mark what shall be kept. The evidence that would
-# change the default is a recorded stream of that kind.
+# the best rival gains at most about 2 points, and loses about 1.5 in the large pool. It is one
+# queue that the pool has anyway. A service that mixes system prompts with long one-off documents
+# has a case for ARC, and would do better still to mark what shall be kept.
 # :::
 
 # %% [markdown]
 # ## Held against the paper
 #
-# Mooncake's paper has a table of hit rates for LRU, LFU and its length-aware policy over pools
-# of several sizes {cite}`qin2024mooncake`. None of it went into the generator, so it is a test of the shape.
+# Mooncake's paper has hit rates for three policies {cite}`qin2024mooncake`. None of them went into
+# the generator, so this is a test of the shape.
 
 # %%
 PAPER = {"LRU, tail first": {1000: 30, 10_000: 40, 30_000: 48}, "LFU": {1000: 30, 10_000: 35,
@@ -931,18 +894,12 @@ for policy, row in PAPER.items():
 print(f"largest difference {max(off):.1f} points")
 
 # %% [markdown]
-# In pools of 10,000 and 30,000 blocks the order is the paper's: LRU, then LFU, then
-# length-aware. No value is off by more than about 4 points. In the smallest pool the paper sees
-# no difference {cite}`qin2024mooncake`, and our stream favours counting a little: its few hot
-# openings stand out more sharply. So the shape is good for questions of this kind, and not for
-# the last point.
+# In the two larger pools the order is the paper's, and no value is off by more than about 4 points.
+# In the smallest the paper sees no difference {cite}`qin2024mooncake`, and our stream favours
+# counting a little: its few hot openings stand out more sharply.
 #
-# ## What this does not show
-#
-# One request at a time: no prompt pins blocks while another is served, and blocks of answers
-# are not cached. A hit rate in blocks is not a time: a deep block saves more work than an early
-# one. Two of the streams are of our making, and whoever chooses the stream chooses the winner.
-# One hour of one service was recorded, a sample that keeps sessions whole.
+# What all this does not show: requests run one at a time, so no prompt pins blocks while another
+# is served; a hit rate in blocks is not a time; and whoever chooses the stream chooses the winner.
 #
 # ## State card
 #
@@ -957,12 +914,13 @@ print(f"largest difference {max(off):.1f} points")
 #
 # ## Real world
 #
-# vLLM keeps idle blocks in a queue and frees a request's blocks in reverse, which is tail-first
-# LRU (`vllm/v1/core/kv_cache_manager.py`, `vllm/v1/core/block_pool.py`). SGLang has the tree
-# (`python/sglang/srt/mem_cache/radix_cache.py`) and evicts leaves; its order of eviction can be
-# set. TensorRT-LLM searches blocks in a tree and lets the caller give parts of a prompt a
-# priority of retention (`cpp/tensorrt_llm/batch_manager/kvCacheManager.cpp`). That is the sure
-# way to use knowledge that no policy can have.
+# vLLM frees a request's blocks in reverse into a queue, which is tail-first LRU
+# (`vllm/v1/core/kv_cache_manager.py`, `vllm/v1/core/block_pool.py`). SGLang evicts leaves of its
+# tree, in an order that can be set (`python/sglang/srt/mem_cache/radix_cache.py`,
+# `python/sglang/srt/mem_cache/evict_policy.py`). TensorRT-LLM keeps each block's successors by their
+# tokens, and lets the caller give parts of a prompt a priority of retention
+# (`cpp/tensorrt_llm/batch_manager/kvCacheManager.cpp`): the sure way to use knowledge that no
+# policy can have.
 #
 # ## Exercises
 #
@@ -1036,9 +994,8 @@ assert lab.leading((1, 2, 3), cache.entries) == 0
 #
 # :::{solution} ex-L4-implement
 # :class: dropdown
-# The key (used more than once, last use, -depth) is a two-class LRU, ARC with a border that
-# cannot move. In the mix it is about as good; in the agent loop, where nearly all blocks are used
-# more than once, it is plain LRU.
+# The key (used more than once, last use, -depth) is ARC with a border that cannot move. In the mix
+# it is about as good; in the agent loop it is plain LRU.
 # :::
 
 # %% tags=["hide-input"]
@@ -1059,9 +1016,8 @@ del lab.KEYS["two classes"]
 #
 # :::{solution} ex-L4-own
 # :class: dropdown
-# It gains much: fewer other prompts come between two turns of a session, so its blocks are
-# younger when it returns. An unlimited cache gains a little, because in a trace this short more
-# sessions come back before its end. Recency is a guess about pauses.
+# It gains much: fewer other prompts come between two turns of a session. An unlimited cache gains
+# a little, because more sessions come back before the end. Recency is a guess about pauses.
 # :::
 
 # %% tags=["hide-input"]

@@ -868,9 +868,10 @@ print(f"measured: a million would take {1e6 / most['simulated_requests_per_s'] /
 # ## Real world
 #
 # vLLM and SGLang come with load generators that measure a real server (`vllm/benchmarks/serve.py`,
-# `python/sglang/bench_serving.py`); their SLO option counts goodput as we do. Vidur simulates a cluster with
+# `python/sglang/bench_serving.py`); the first has an option, `--goodput`, that counts as we do. Vidur simulates a cluster with
 # kernel times that were profiled and learned, and its own model of the scheduler; here the scheduler is the real one and
-# the times are crude. TensorRT-LLM reports time to first token and between tokens from `trtllm-bench`.
+# the times are crude. TensorRT-LLM's `trtllm-bench`
+# reports time to first token and between tokens (`tensorrt_llm/bench/dataclasses/reporting.py`).
 #
 # ## Exercises
 #
