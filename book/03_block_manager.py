@@ -330,8 +330,8 @@ print(f"K/V behind them, at 320 KiB a token: {4096 * 320 / 1024**2:.2f} GiB")
 # A table of 1 KiB stands guard over 1.25 GiB of keys and values, in a model that keeps 320 KiB a
 # token. The first operations: open a row, put blocks behind its last one, read them, take it apart.
 
-# %% tags=["export:block_manager"]
-"""Block tables, and the manager that keeps them in step with the pool."""
+# %% tags=["export:block_tables"]
+"""Block tables: which blocks hold each sequence, in order, in one matrix."""
 
 from __future__ import annotations
 
@@ -346,7 +346,7 @@ from paged_kv.sizing import at_least
 TokenCounts: TypeAlias = int | NDArray[np.integer[Any]]  # one for all rows, or one a row
 
 
-# %% tags=["export:block_manager"]
+# %% tags=["export:block_tables"]
 class BlockTables:
     """One row of block ids a sequence, all rows in one matrix.
 
@@ -377,7 +377,7 @@ class BlockTables:
         self._checked_last = b""
 
 
-# %% tags=["export:block_manager"]
+# %% tags=["export:block_tables"]
 class BlockTables(BlockTables):  # type: ignore
     def open(self) -> int:
         """Open an empty row and return its index, the sequence's own for life."""
@@ -428,7 +428,7 @@ class BlockTables(BlockTables):  # type: ignore
 # them: the order in which blocks go back to the queue decides how long their bytes survive, and that
 # is not the table's business.
 
-# %% tags=["export:block_manager"]
+# %% tags=["export:block_tables"]
 class BlockTables(BlockTables):  # type: ignore
     def replace(self, row: int, index: int, block: int) -> int:
         """Put `block` at logical block `index` of `row`; return the id that stood there."""
@@ -472,7 +472,7 @@ class BlockTables(BlockTables):  # type: ignore
 # `p` lies in logical block `p // B` at offset `p % B`. The row translates the first part; the second
 # is not translated at all. The *slot* is the place counted in tokens from the start of the pool.
 
-# %% tags=["export:block_manager"]
+# %% tags=["export:block_tables"]
 def slot_mapping(
     table: NDArray[np.int32], rows: ArrayLike, positions: ArrayLike, block_size: int
 ) -> NDArray[np.int64]:
@@ -495,7 +495,6 @@ tables.seq_lens[a] = 9
 print("row", tables.table[a])
 print("slots of tokens 3, 4, 8, 12:", slot_mapping(tables.table, a, [3, 4, 8, 12], 4))
 
-
 # %% [markdown]
 # Tokens 3 and 4 lie in slots 3 and 4, neighbours by chance. Token 8 lies in slot 20, since its
 # logical block 2 is physical block 5. Token 12 has no block, and its slot is -1, which everybody in
@@ -512,6 +511,20 @@ print("slots of tokens 3, 4, 8, 12:", slot_mapping(tables.table, a, [3, 4, 8, 12
 # Its operations follow one pattern, *check, then mutate*: work out how many blocks the whole call
 # needs, refuse if there are fewer, and only then begin to change things. A batch of 256 chats that
 # finds no block for its last one must not have served the other 255: who would undo it?
+
+# %% tags=["export:block_manager"]
+"""The manager that keeps block tables and the pool in step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from paged_kv.sizing import at_least
+
 
 # %% tags=["export:block_manager"]
 class BlockManager:
@@ -562,7 +575,7 @@ class BlockManager:
 # step, is recognised by its bytes and not checked twice. Another one is checked as a whole, and row by
 # row only if it fails, to find out which row is to blame.
 
-# %% tags=["export:block_manager"]
+# %% tags=["export:block_tables"]
 INT64 = np.dtype(np.int64)
 
 
@@ -590,7 +603,7 @@ def checked_rows(tables: BlockTables, rows: ArrayLike) -> NDArray[np.int64]:
     return rows
 
 
-# %% tags=["export:block_manager"]
+# %% tags=["export:block_tables"]
 def all_open_and_different(lens: NDArray[np.int32], rows: NDArray[np.int64]) -> bool:
     """Whether all of `rows`, at least one, are open and none is named twice; in a few passes."""
     if rows.max() >= len(lens) or rows.min() < 0:
@@ -612,7 +625,7 @@ def refuse_shared_tails(pool: BlockPool, tables: BlockTables, rows: set[int]) ->
 # NumPy a sum that passes $2^{31} - 1$ comes out negative without a word; so a number above
 # `max_seq_len` is refused before anything is added to it.
 
-# %% tags=["export:block_manager"]
+# %% tags=["export:block_tables"]
 def checked_counts(
     tables: BlockTables, rows: NDArray[np.int64], new_tokens: ArrayLike
 ) -> NDArray[np.int64]:

@@ -132,7 +132,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paged_kv.block_manager import BlockTables, slot_mapping
+from paged_kv.block_tables import BlockTables, slot_mapping
 
 
 @dataclass(frozen=True)
@@ -1168,7 +1168,7 @@ print(f"{per_token:,} B a token: rectangle {rectangle:.1f} MiB, blocks {paged:.1
 # :::
 
 # %% tags=["hide-input"]
-from paged_kv.block_manager import BlockTables
+from paged_kv.block_tables import BlockTables
 
 tables = BlockTables(max_seqs=2, max_seq_len=16, block_size=4)
 for ids, n in (([2, 5], 4), ([7, 1, 0], 9)):

@@ -74,7 +74,8 @@ from collections import Counter
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from paged_kv.block_manager import BlockManager, BlockTables, TokenCounts, checked_rows
+from paged_kv.block_manager import BlockManager
+from paged_kv.block_tables import BlockTables, TokenCounts, checked_rows
 from paged_kv.block_pool import BlockPool, OutOfBlocks
 
 
@@ -417,7 +418,7 @@ print("without D:", make_writable(manager, rows[:2]))
 # %%
 import torch
 
-from paged_kv.block_manager import slot_mapping
+from paged_kv.block_tables import slot_mapping
 from paged_kv.kv_store import KVStore
 
 letters = KVSpec(num_layers=2, num_kv_heads=1, head_size=1, dtype="fp32")

@@ -206,12 +206,9 @@ def check_numbers(request: Request) -> None:
 
 
 # %% [markdown]
-# The array of the prompt is copied and made read-only: a request stays in the system for minutes, and its
-# user may go on with the list.
-#
-# A request with `n` samples or with beams is one thing to its user, so it is one thing to the scheduler, a
-# *group*: admitted, thrown out and ended as a whole. While a sample has a row, its tokens are in the row;
-# otherwise they are with the sample.
+# The array of the prompt is copied and made read-only: a request stays for minutes, and its user may go on
+# with the list. A request with `n` samples or with beams is one thing to its user, so it is one thing to the
+# scheduler, a *group*: admitted, thrown out and ended as a whole.
 
 # %% tags=["export:request"]
 @dataclass(frozen=True)
@@ -290,11 +287,10 @@ class Group:
 
 
 # %% [markdown]
-# A group prefills once. The first sample runs the prompt; the others hang on it and fork when the prompt's last
-# token is scheduled, each to draw its own first token from the same logits. A group that was thrown out
-# later comes back the same way, only that its texts have parted since: each sample hangs on the earlier
-# one that it shares most with, and forks there. Four texts over a common prompt are replayed as a *tree*, not four
-# times.
+# A group prefills once. The first sample runs the prompt; the others hang on it and fork when its last token is
+# scheduled, each to draw its own first token from the same logits. A group that was thrown out comes back the same
+# way, only that its texts have parted: each sample hangs on the earlier one that it shares most with. Four texts
+# over a common prompt are replayed as a *tree*, not four times.
 
 # %% tags=["export:request"]
 def common_prefix(one: Tokens, other: Tokens) -> int:
@@ -344,12 +340,11 @@ print("(parent, at):", [(sample.parent, sample.at) for sample in group.samples])
 print("as a tree", blocks_of_tree(group, 4), "blocks, apart", 4 * 3)
 
 # %% [markdown]
-# The tree needs 7 blocks where four replays apart would need 12, and it is the 7 that admission will
-# count.
+# The tree needs 7 blocks where four replays apart would need 12, and it is the 7 that admission will count.
 #
 # Whoever has no row waits in one queue, ordered by priority and then by arrival. A group that was thrown out
-# keeps its number, so it returns to its old place, before all that came later. Leaving the middle of a heap is
-# awkward; a group that is aborted there stays as a mark until it surfaces.
+# keeps its number, so it returns to its old place. One that is aborted in the middle of the heap stays as a mark
+# until it surfaces.
 
 # %% tags=["export:request"]
 class WaitingQueue:
@@ -407,7 +402,11 @@ class WaitingQueue:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+
+from paged_kv.prefix_keys import chunk_type
 
 NONE = np.empty(0, np.int64)
 
@@ -417,6 +416,7 @@ class RowState:
 
     State, one entry a row of the block table
         tokens     int32 [max_seqs, width]: prompt and output.
+        chunks     the same memory, an item a block.   flat: the same, [max_seqs x width].
         known      int64: tokens committed.
         expected   int64: those and the samples in flight.
         limit      int64: tokens at which it ends.
@@ -428,16 +428,15 @@ class RowState:
     Invariant: known <= expected <= known + 2 (two plans in flight) and expected <= limit.
     """
 
-    def __init__(self, max_seqs: int, max_seq_len: int) -> None:
-        self.tokens = np.zeros((max_seqs, max_seq_len + 1), np.int32)
+    def __init__(self, max_seqs: int, max_seq_len: int, block_size: int = 1) -> None:
+        self.width = -(-(max_seq_len + 1) // block_size) * block_size
+        self.tokens = np.zeros((max_seqs, self.width), np.int32)
         self.flat = self.tokens.reshape(-1)
-        self.width = max_seq_len + 1
+        self.chunks = self.tokens.view(chunk_type(block_size))
         columns = np.zeros((5, max_seqs), np.int64)
         self.known, self.expected, self.limit, self.published, self.sample_at = columns
-        self.serial = np.full(max_seqs, -1)
-        self.stop = np.full((1, max_seqs), -1, np.int32)
-        self.group: dict[int, Group] = {}
-        self.sample: dict[int, Sample] = {}
+        self.serial, self.stop = np.full(max_seqs, -1), np.full((1, max_seqs), -1, np.int32)
+        self.group, self.sample = dict[int, Group](), dict[int, Sample]()
         self._tenants = 0
 
 
@@ -476,23 +475,31 @@ class RowState(RowState):  # type: ignore
         return np.minimum(self.expected[rows], self.limit[rows] - 1)
 
     def record(
-        self, rows: Ints, ends: Ints, tokens: Tokens, may_fill: bool = True
+        self,
+        rows: Ints,
+        ends: Ints,
+        tokens: Tokens,
+        may_fill: bool = True,
+        at_hand: tuple[Ints, Ints, Sequence[Tokens]] | None = None,
     ) -> tuple[Ints, Ints]:
         """Commit one token a row, behind the `ends` that are known.
 
-        `may_fill`: whether one of them could reach its limit with it.
+        Args: `may_fill`, whether one of them could reach its limit with it; `at_hand`, if the
+        caller has them, the places in `flat`, `ends + 1` and the stop tokens of these rows.
         Returns: the rows that end, at a stop token and at their limit.
         """
-        self.flat[rows * self.width + ends] = tokens
-        known = ends + 1
+        if at_hand is None:
+            at_hand = rows * self.width + ends, ends + 1, [stop[rows] for stop in self.stop]
+        places, known, stops = at_hand
+        self.flat[places] = tokens
         self.known[rows] = known
-        stopped = self.stop[0][rows] == tokens
-        for others in self.stop[1:]:
-            stopped |= others[rows] == tokens
+        stopped = stops[0] == tokens
+        for others in stops[1:]:
+            stopped |= others == tokens
         if may_fill:
             full = (known == self.limit[rows]) & ~stopped
             return rows[stopped], rows[full]
-        return (rows[stopped], NONE) if stopped.any() else (NONE, NONE)
+        return (rows[stopped], NONE) if np.count_nonzero(stopped) else (NONE, NONE)
 
     def check(self) -> None:
         """Assert the invariant.  O(max_seqs), for tests."""
@@ -537,7 +544,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paged_kv.block_manager import BlockManager, BlockTables
+from paged_kv.block_manager import BlockManager
+from paged_kv.block_tables import BlockTables, extend_by_one
 from paged_kv.copy_on_write import fork, guarded_tails, make_writable, rewind, rewire
 from paged_kv.prefix_cache import PrefixCache, admit_cached, give_back
 from paged_kv.prefix_keys import Key
@@ -579,6 +587,7 @@ class Residents:
         opened, closed, whole, cells   what the next plan has to tell the device; and `grown`,
                   whether rows that run one token have taken blocks, which it sees for itself.
         departures  how many tenants have left so far.
+        flat_table, flat_chunks  the block table and `rows.chunks`, the same memory in a row.
         ramp, ones, none  int64, longer than any batch, constant: 0, 1, 2, ...; all 1; all -1.
     Invariant: a row of the table is open iff it has a tenant.
     """
@@ -586,7 +595,7 @@ class Residents:
     def __init__(self, manager: BlockManager, cache: PrefixCache | None) -> None:
         self.manager, self.cache = manager, cache
         max_seqs = len(manager.tables.table)
-        self.rows = RowState(max_seqs, manager.tables.max_seq_len)
+        self.rows = RowState(max_seqs, manager.tables.max_seq_len, manager.block_size)
         self.running = NONE
         self.keys: dict[int, Key] = {}
         self.generation = 0 if cache is None else cache.generation
@@ -597,6 +606,8 @@ class Residents:
         self.whole: dict[int, None] = {}
         self.cells: list[tuple[Ints, Ints]] = []
         self.grown = False
+        self.flat_table = manager.tables.table.reshape(-1)
+        self.flat_chunks = self.rows.chunks.reshape(-1)
         self.ramp = np.arange(max(max_seqs, manager.block_size) + 1)
         self.ones, self.none = np.ones_like(self.ramp), np.full_like(self.ramp, -1)
         for constant in (self.ramp, self.ones, self.none):
@@ -696,10 +707,46 @@ def new_cells(tables: BlockTables, rows: Ints, counts: Ints) -> tuple[Ints, Ints
     return np.repeat(rows, more), np.repeat(first, more) + place
 
 
+# %% tags=["export:turns"]
+"""Rows that decode together, and reach the end of a block together."""
+
+from typing import NamedTuple
+
+
+class Turn(NamedTuple):
+    """Rows of a batch that are at the same place in their block.
+
+    Fields: their `places` in the batch; `rows`, and `named`, the same as a list; `cells` and
+    `chunks`, where these rows begin in the flat views of the table and of `RowState.chunks`.
+    """
+
+    places: Ints
+    rows: Ints
+    named: list[int]
+    cells: Ints
+    chunks: Ints
+
+
+def advance(home: Residents, rows: Ints, ends: Ints, turn: Turn) -> None:
+    """`Residents.reserve` of one token for each of `rows`, of which nothing has to be found out.
+
+    Args: `ends`, their lengths then; `turn`, those of them that begin a block.
+    Raises OutOfBlocks, with nothing changed.
+    """
+    tables, begin = home.manager.tables, turn.rows
+    if len(begin):
+        taken = home.manager.pool.take(len(begin))
+        held = tables.num_blocks[begin]
+        home.cells.append((begin, held.astype(np.int64)))
+        extend_by_one(tables, begin, held, np.array(taken, np.int32))
+        if home.cache is not None:
+            home.cache.names.take_away(taken)
+    tables.seq_lens[rows] = ends.astype(np.int32)
+
+
 # %% [markdown]
-# Publishing follows the contract of chapter 8. A prompt's full blocks get their keys when they are
-# scheduled, for every layer writes the batch's K/V before it attends, so even a reader in the same step finds
-# them written. Blocks of generated tokens get theirs when the last of these is committed.
+# Publishing follows the contract of chapter 8: a prompt's full blocks get their keys when they are scheduled, blocks
+# of generated tokens when the last of these is committed.
 
 # %% tags=["export:residents"]
 def publish(home: Residents, rows: Ints, ends: NDArray[np.integer[Any]]) -> None:
@@ -716,16 +763,46 @@ def publish(home: Residents, rows: Ints, ends: NDArray[np.integer[Any]]) -> None
         return
     rows, full = rows[due], full[due]
     place, named = full - 1, rows.tolist()
-    blocks = home.manager.tables.table[rows, place].tolist()
-    if len(set(blocks)) < len(blocks) or (state.published[rows] != place).any():
+    blocks = home.manager.tables.table[rows, place]
+    if len(set(blocks.tolist())) < len(named) or (state.published[rows] != place).any():
         for row, end in zip(named, full.tolist(), strict=True):
             publish_row(home, cache, row, end)
         return
-    starts = rows * state.width + place * size
-    tokens = state.flat[starts[:, None] + home.ramp[:size]]
-    keys = cache.publish_each([home.keys[row] for row in named], tokens, blocks)
-    home.keys.update(zip(named, keys, strict=True))
+    publish_one_each(home, cache, named, state.chunks[rows, place].tolist(), blocks)
     state.published[rows] = full
+
+
+# %% tags=["export:turns"]
+def publish_turn(home: Residents, turn: Turn, ends: Ints) -> None:
+    """`publish` where it is known whose last block is full: `turn`, of a batch with `ends`."""
+    cache, state, size = home.cache, home.rows, home.manager.block_size
+    if cache is None or not turn.named:
+        return
+    rows, last, place = turn.rows, ends[turn.places], state.published[turn.rows]
+    one_each = [(done + 1) * size for done in place.tolist()] == last.tolist()
+    if not one_each or cache.generation != home.generation:
+        publish(home, rows, last)
+        return
+    blocks = home.flat_table[turn.cells + place]
+    chunks = home.flat_chunks[turn.chunks + place].tolist()
+    if len(set(blocks.tolist())) < len(chunks):
+        publish(home, rows, last)
+        return
+    publish_one_each(home, cache, turn.named, chunks, blocks)
+    state.published[rows] = place + home.ones[: len(chunks)]
+
+
+# %% tags=["export:residents"]
+def publish_one_each(
+    home: Residents,
+    cache: PrefixCache,
+    named: list[int],
+    chunks: list[bytes],
+    blocks: NDArray[np.int32],
+) -> None:
+    """Name `blocks`, each the next one of its row, by their tokens."""
+    keys = cache.publish_chunks([home.keys[row] for row in named], chunks, blocks)
+    home.keys.update(zip(named, keys, strict=True))
 
 
 def publish_row(home: Residents, cache: PrefixCache, row: int, end: int) -> None:
@@ -780,6 +857,9 @@ def rewire_beams(home: Residents, rows: Ints, parents: Ints) -> None:
 def take_news(home: Residents) -> News:
     """What the device does not know yet, for the next plan; from now on it does."""
     table, counts = home.manager.tables.table, home.manager.tables.num_blocks
+    if len(home.cells) == 1 and not (home.whole or home.opened or home.closed):
+        (rows, columns), home.cells, home.grown = home.cells[0], [], False
+        return News((rows, columns.astype(np.int64), table[rows, columns]), (), ())
     cells = home.cells + [(np.full(counts[r], r), np.arange(counts[r])) for r in home.whole]
     if len(cells) == 1:
         rows, columns = cells[0]
@@ -807,6 +887,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -982,34 +1063,67 @@ def build_plan(
 
 # %% [markdown]
 # Most steps of a busy server are dull: the same rows as before, a token more each. Then the new plan is the
-# last one with a few numbers raised by one. The second function makes it so; a test compares the two
-# ways field by field.
+# last one with a few numbers raised by one. Which rows are at the end of a block comes round every $B$ steps, so
+# a batch that repeats is sorted once by offset, its *cadence*, and no step has to search. A test compares the
+# two ways field by field.
+
+# %% tags=["export:step_plan"]
+class Cadence:
+    """What comes round every block_size steps while the same rows run one token each.
+
+    State
+        step    number of the plan that it was made from.
+        turns   block_size Turns: the rows in whose last block so many tokens stood then, a full
+                block counting as none.
+        starts  [n]: where each row begins in `RowState.flat`.
+        stops   their stop tokens, [n] each.
+    """
+
+    def __init__(self, home: Residents, plan: StepPlan) -> None:
+        self.step, size, state = plan.step, home.manager.block_size, home.rows
+        offset = plan.seq_lens % size
+        order = offset.argsort(kind="stable")
+        edges = np.searchsorted(offset[order], home.ramp[: size + 1]).tolist()
+        rows = plan.rows[order]
+        cells, chunks = (rows * m.shape[1] for m in (home.manager.tables.table, state.chunks))
+        named, spans = rows.tolist(), [slice(at, end) for at, end in pairwise(edges)]
+        self.turns = [Turn(order[s], rows[s], named[s], cells[s], chunks[s]) for s in spans]
+        self.starts = plan.rows * state.width
+        self.stops = [stop[plan.rows] for stop in state.stop]
+
+    def full(self, step: int) -> Turn:
+        """Those whose last block is full after the plan of this number."""
+        return self.turns[(self.step - step) % len(self.turns)]
+
 
 # %% tags=["export:step_plan"]
 def next_plan(
-    home: Residents, last: StepPlan, moves: Sequence[Move], tokens: Tokens | None
+    home: Residents,
+    last: StepPlan,
+    ends: Ints,
+    begin: Ints,
+    moves: Sequence[Move],
+    tokens: Tokens | None,
 ) -> StepPlan:
     """The plan behind `last` where nobody came or went: every row runs one token more.
 
-    It equals `build_plan` in a fraction of the time, since most arrays are those of `last`.
-    Args: `tokens`, what `last` has sampled, or None while it is in flight.
+    It equals `build_plan` in a fraction of the time, since most fields are those of `last`.
+    Args: `ends`, the lengths then; `begin`, the places in the batch of those that begin a
+    block; `tokens`, what `last` has sampled, or None while it is in flight.
     """
-    rows, positions, count = last.rows, last.seq_lens, len(last.rows)
-    ends, slots, size = positions + 1, last.slot_mapping + 1, home.manager.block_size
-    if home.grown:
-        at = (positions % size == 0).nonzero()[0]
-        cells = rows[at], positions[at] // size
-        home.cells.append(cells)
-        slots[at] = home.manager.tables.table[cells].astype(np.int64) * size
-    home.rows.expected[rows] = ends + 1
-    source = home.none[:count]
+    count, news = len(ends), take_news(home)
+    slots, source = last.slot_mapping + home.ones[:count], home.none[:count]
+    if len(begin):
+        slots[begin] = news.table_updates[2] * np.int64(home.manager.block_size)
     if tokens is None:
         tokens, source = source.astype(np.int32), home.ramp[:count]
-    sampling = (last.sample_rows, last.sample_logits, last.sample_serials, ())
-    return StepPlan(
-        last.step + 1, rows, last.new_tokens, ends, last.cu_seqlens, tokens, source,
-        positions, slots, *sampling, tuple(moves), take_news(home),
+    plan = object.__new__(StepPlan)
+    vars(plan).update(vars(last))  # plans are frozen, so they can share fields
+    vars(plan).update(
+        step=last.step + 1, seq_lens=ends, token_ids=tokens, token_source=source,
+        positions=last.seq_lens, slot_mapping=slots, moves=tuple(moves), news=news,
     )  # fmt: skip
+    return plan
 
 
 # %% [markdown]
@@ -1019,10 +1133,9 @@ def next_plan(
 #
 # > **I5.** waiting + running + swapped + finished = submitted, always.
 #
-# A *relief* is whatever happens when a running group needs a block and there is none: choose a victim,
-# have it give up its blocks. The simplest takes the last in order and forgets its K/V; the tokens stay, so that it
-# can start again. Chapter 10 writes a better one, which may also move blocks to host memory; hence `suspend`
-# and `resume`, which nothing in this chapter calls.
+# A *relief* is whatever happens when a running group needs a block and there is none. The simplest takes the last in
+# order and forgets its K/V; the tokens stay, so that it can start again. Chapter 10 writes a better one, which may
+# move blocks to host memory; hence `suspend` and `resume`, which nothing here calls.
 
 # %% tags=["export:ledger"]
 """Every request from its submission to its end, and what a relief may do with those that run."""
@@ -1310,10 +1423,9 @@ def check_ledger(ledger: Ledger) -> None:
 # %% [markdown]
 # ## Who may run
 #
-# The budget goes to the decodes first. There is always enough for them, since the scheduler insists that
-# `max_running` is no more than `token_budget`. What is left goes to the prefills, in order. Beams need two
-# exceptions: they cannot run ahead of a commit, which alone knows who is whose child, and in a replay they wait
-# for one another so as to be sampled together.
+# The budget goes to the decodes first; there is enough for them, since `max_running` is no more than
+# `token_budget`. What is left goes to the prefills, in order. Beams need two exceptions: they cannot run ahead of a
+# commit, which alone knows who is whose child, and in a replay they wait for one another so as to be sampled together.
 
 # %% tags=["export:admission"]
 """Who may run: the token budget among those who do, and the door for those who wait."""
@@ -1366,9 +1478,8 @@ def hold_beams(ledger: Ledger, rows: Ints, want: Ints) -> Ints:
 
 
 # %% [markdown]
-# The door has two sides. At submission a request is refused that could never run, with an error that says how
-# many blocks it needs and how many exist: better than a queue that it blocks for ever (cases of exactly
-# this are in the exercises). Later the head of the queue comes in when rows, blocks and budget allow.
+# The door has two sides. At submission a request is refused that could never run, with an error that says how many
+# blocks it needs and how many exist. Later the head of the queue comes in when rows, blocks and budget allow.
 
 # %% tags=["export:admission"]
 class Admission:
@@ -1495,15 +1606,14 @@ def lookup(ledger: Ledger, group: Group) -> tuple[int, int]:
 
 
 # %% [markdown]
-# A group that had no room is not looked up again until the number of free blocks changes: when the pool is
-# full, which is when time is short, that saves a look-up in every step.
+# A group that had no room is not looked up again until the number of free blocks changes.
 #
 # ## In flight
 #
 # Between a plan and its commit lies the time that the device takes. A server that waits for it wastes the
 # time of one of the two, so `schedule` may run one step ahead: plan 2 is made while plan 1 runs. It does
-# not know the token that plan 1 samples, but it knows that there will be one, where its K/V go, and that the device
-# will have it. At most two plans are in flight; they are committed in the order in which they were made.
+# not know the token that plan 1 samples, but it knows that there will be one and where its K/V go. At most two
+# plans are in flight; they are committed in the order in which they were made.
 
 # %% tags=["export:in_flight"]
 """Plans that were handed out and are not committed: what comes back, and what does not."""
@@ -1526,12 +1636,15 @@ class Flight:
         departures  how many tenants had left by then.
         steady      for how many steps more every row of it runs one token, if nobody comes or
                     goes; -1 where some do not.
+        cadence, after  of a steady plan that follows another: what comes round; seq_lens + 1.
     """
 
     plan: StepPlan
     moved: list[Group]
     departures: int
     steady: int
+    cadence: Cadence | None = None
+    after: Ints | None = None
 
 
 # %% tags=["export:in_flight"]
@@ -1540,9 +1653,10 @@ def checked_samples(sampled: ArrayLike, count: int) -> Tokens:
     tokens = np.asarray(sampled)
     if tokens.shape != (count,) or (count and tokens.dtype.kind not in "iu"):
         raise ValueError(f"sampled: {count} token ids are needed, not {sampled!r}")
-    if tokens.min(initial=0) < 0 or (tokens.itemsize > 4 and tokens.max(initial=0) > MAX_TOKEN):
+    own = tokens.astype(np.int32)
+    if (count and own.min() < 0) or (tokens.itemsize > 4 and (tokens != own).any()):
         raise ValueError(f"sampled: token ids are 0 to {MAX_TOKEN}")
-    return tokens.astype(np.int32)
+    return own
 
 
 def follow_parents(home: Residents, plan: StepPlan, parents: ArrayLike | None) -> None:
@@ -1609,6 +1723,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -1617,6 +1732,8 @@ from paged_kv.block_manager import BlockManager
 from paged_kv.block_pool import OutOfBlocks
 from paged_kv.prefix_cache import PrefixCache
 from paged_kv.sizing import at_least
+
+
 
 
 # %% tags=["export:scheduler"]
@@ -1737,7 +1854,10 @@ def choose_batch(scheduler: Scheduler) -> tuple[Ints, Ints | int] | None:
             ledger, home.running, scheduler.token_budget, scheduler.steady
         )
         try:
-            ledger.moves += home.reserve(rows, counts)
+            if scheduler.steady and scheduler.last is not None:
+                keep_pace(scheduler, scheduler.last)
+            else:
+                ledger.moves += home.reserve(rows, counts)
             break
         except OutOfBlocks:
             short = True
@@ -1782,6 +1902,15 @@ def is_steady(scheduler: Scheduler) -> bool:
     return not (scheduler.ledger.beams or tables.guarded)
 
 
+def keep_pace(scheduler: Scheduler, last: Flight) -> None:
+    """Reserve the blocks of a steady step.  Raises OutOfBlocks, with nothing changed."""
+    home, plan, beat, ends = scheduler.home, last.plan, last.cadence, last.after
+    if beat is None or ends is None:
+        beat, ends = Cadence(home, plan), plan.seq_lens + 1
+        scheduler.last = replace(last, cadence=beat, after=ends)
+    advance(home, plan.rows, ends, beat.full(plan.step))
+
+
 def take_off(
     scheduler: Scheduler, batch: tuple[Ints, Ints | int], children: list[tuple[int, int]]
 ) -> Flight:
@@ -1790,14 +1919,25 @@ def take_off(
     rows, counts, lagging = *batch, bool(scheduler.flights)
     if last is not None and scheduler.steady and not children:
         tokens = None if lagging else scheduler.accepted[1]
-        plan = next_plan(home, last.plan, ledger.moves, tokens)
-        return Flight(plan, ledger.moved, home.departures, last.steady - 1)
+        return go_on(scheduler, last, tokens)
     step = 0 if last is None else last.plan.step + 1
     plan = build_plan(home, batch, children, ledger.beams, step, ledger.moves, lagging)
     steady, plain = -1, isinstance(counts, int) and not (children or ledger.beams)
     if plain and rows is home.running:
         steady = int((home.rows.limit[rows] - 1 - plan.seq_lens).min())
     return Flight(plan, ledger.moved, home.departures, steady)
+
+
+# %% tags=["export:scheduler"]
+def go_on(scheduler: Scheduler, last: Flight, tokens: Tokens | None) -> Flight:
+    """The plan behind a steady one, whose blocks `keep_pace` has reserved."""
+    home, ledger, beat, ends = scheduler.home, scheduler.ledger, last.cadence, last.after
+    assert beat is not None and ends is not None
+    begin = beat.full(last.plan.step).places
+    plan = next_plan(home, last.plan, ends, begin, ledger.moves, tokens)
+    after = ends + home.ones[: len(ends)]
+    home.rows.expected[plan.rows] = after
+    return Flight(plan, ledger.moved, home.departures, last.steady - 1, beat, after)
 
 
 # %% tags=["export:scheduler"]
@@ -1816,14 +1956,20 @@ def settle(
     if plan.beams:
         follow_parents(home, plan, parents)
     flight, rows, ends = flights.popleft(), plan.sample_rows, plan.seq_lens
+    beat, after, at_hand = flight.cadence, flight.after, None
     if rows is not plan.rows:
         ends = ends[plan.sample_logits]
     if flight.departures != home.departures:  # somebody left: late tokens are dropped
         lives = home.rows.serial[rows] == plan.sample_serials
         rows, tokens, ends = rows[lives], tokens[lives], ends[lives]
-    stopped, full = home.rows.record(rows, ends, tokens, flight.steady <= 0)
+    elif beat is not None and after is not None:
+        at_hand = beat.starts + ends, after, beat.stops
+    stopped, full = home.rows.record(rows, ends, tokens, flight.steady <= 0, at_hand)
     scheduler.accepted = rows, tokens
-    publish(home, rows, ends)
+    if at_hand is None or beat is None:
+        publish(home, rows, ends)
+    else:
+        publish_turn(home, beat.full(plan.step), ends)
     if scheduler.ledger.untimed or len(stopped) or len(full):
         end_some(scheduler.ledger, stopped, full, scheduler.now() if now is None else now)
 
@@ -2046,10 +2192,10 @@ while (plan := scheduler.schedule()) is not None:
 print(scheduler.counts, "and", scheduler.manager.pool.num_free, "blocks free")
 
 # %% [markdown]
-# In step 3 both need a third block, and B, the last that came, goes. Its tokens stay. When A has ended B comes back,
-# finds its first block in the cache, and runs the rest. Out of blocks means delay, not a wrong answer.
+# In step 3 both need a third block, and B, the last that came, goes. When A has ended B comes back, finds its first
+# block in the cache, and runs the rest. Out of blocks means delay, not a wrong answer.
 #
-# When is a block needed? Before the *next token's K/V* are written, so the length that counts is that of the K/V. The number
+# A block is needed before the *next token's K/V* are written, so the length that counts is that of the K/V. The number
 # of tokens is one larger, and an estimate made from it is off by one step at each edge of a block.
 
 # %%
@@ -2060,9 +2206,8 @@ print("blocks needed", [manager.blocks_needed([row]) for row in rows])
 assert [manager.blocks_needed([row]) for row in rows] == [0, 1, 0, 0, 0, 1]
 
 # %% [markdown]
-# Three requests that no eviction helps. One is too long for the pool and is refused when it is submitted; one
-# is too long for a step without chunks, and so is that; and one fits at first and grows until it is alone with all
-# blocks. That one ends with what it has.
+# Three requests that no eviction helps. One is too long for the pool, one too long for a step without chunks: both
+# are refused at submission. The third fits at first, grows until it has all blocks, and ends with what it has.
 
 # %%
 scheduler = fresh(2)
@@ -2141,8 +2286,8 @@ print("nobody overtakes: the long one starts in step", starts_at(Admission))
 print("others may pass:  the long one starts in step", starts_at(naive_Door))
 
 # %% [markdown]
-# It has not started after 400 steps, and never will while short chats come. That is a policy one may want, with a bound on
-# how often a request is passed; ours is the bound zero. A higher priority does overtake, which is what it is for.
+# It has not started after 400 steps, and never will while short chats come. One may want that, with a bound on how
+# often a request is passed; ours is the bound zero.
 #
 # Third, a late token that nobody recognises. We forge the numbers of the tenants in a plan.
 
@@ -2256,9 +2401,9 @@ for i, prompt in enumerate(prompts):
 print("equal to continuous_decode and to generate:", sum(map(len, answers.values())), "tokens")
 
 # %% [markdown]
-# A second visit, in which all three prompts are found in the cache up to their last block, takes fewer steps. And a pool
-# of 8 blocks, with answers of 20 tokens to the bitter end, is too small for the three together: they are let in, for
-# they share a block and 7 are enough to begin with, but each grows by one. Somebody has to go.
+# A second visit, in which all three prompts are found up to their last block, takes fewer steps. And a pool of 8 blocks,
+# with answers of 20 tokens to the bitter end, is too small for the three together: they are let in, but each grows by
+# one. Somebody has to go.
 
 # %%
 for i, prompt in enumerate(prompts):
@@ -2286,11 +2431,11 @@ assert evicted and long[0] == long[1]
 # %% [markdown]
 # ## What it costs
 #
-# The scheduler runs in the time between two steps of the device, or beside them if it is a step ahead; either way a decode
-# step of a few milliseconds sets the limit. A prediction from counts: vLLM's manager does its work request by
-# request, ours for the batch, and over the whole life of a request ours also opens and closes a row with Python. So the
-# factor should be below that of chapter 3, where nobody came or went, and well above one. Of our own step, blocks are a part that
-# does not grow much with the batch, while keys of filled blocks do, one Python object each: with 256 rows, 16 blocks fill a step.
+# The scheduler runs between two steps of the device, or beside them if it is a step ahead; either way a decode step of a
+# few milliseconds sets the limit. A prediction from counts: vLLM's manager works request by request, ours for the
+# batch, and over the whole life of a request ours also opens and closes a row with Python. So the factor should be below
+# that of chapter 3, where nobody came or went, and well above one. In a dull step of 256 rows, 16 begin a block and 16 fill one.
+# The rest is about twenty array operations, flat in the batch; the keys of filled blocks are not, one Python object each.
 
 # %% tags=["hide-input"]
 import json
@@ -2317,13 +2462,14 @@ for row in by_part["churn"]:
 print(f"measured: blocks alone against vLLM's: {result['headline']['x_vllm_churn']:.1f} times")
 
 # %% [markdown]
-# *Figure: where the time of a decode step over 256 rows goes. Blocks and keys take the most; deciding who runs takes next to
-# nothing where nobody came or went.*
+# *Figure: where the time of a decode step over 256 rows goes. Keys of filled blocks take the most, then blocks; deciding who
+# runs takes next to nothing where nobody came or went.*
 #
 # "blocks" is our `BlockManager` alone beside vLLM's manager alone, "whole" our scheduler with everything else that it
-# does: queue, plan, tokens, keys, stop checks. Both are Python on one core of the machine named above. What this does not show:
-# vLLM's own scheduler on top of its manager, which is not measured, and the upload of a plan. Where it loses: with one
-# chat running a plan costs about as many NumPy calls as with a hundred.
+# does: queue, plan, tokens, keys, stop checks. Both are Python on one core of the machine named above, shared with other
+# work, which makes every step slower, since code and tables leave the core's cache between two steps. What this does not show:
+# vLLM's own scheduler on top of its manager, and the upload of a plan. Where it loses: with one chat running a plan costs
+# about as many NumPy calls as with a hundred; and where requests come or go in most steps, as in "whole", few steps are dull.
 #
 # ## Mistakes in circulation
 #

@@ -172,7 +172,7 @@ print("back: tokens run", plan.new_tokens.tolist(), "at positions", plan.positio
 # in chapter 9, and it leaves as a whole. Its rows share blocks, so the pool keeps **one host block for each
 # distinct block**, not one for each table entry.
 #
-# > **I6.** A host block is free or belongs to exactly one parcel, and a group has a parcel iff it is
+# > **I7.** A host block is free or belongs to exactly one parcel, and a group has a parcel iff it is
 # > swapped.
 
 # %% tags=["export:host_pool"]
@@ -211,7 +211,7 @@ class HostPool:
     State
         parcels  group id -> its rows as `Saved`, whose ids are host blocks.
         the free queue: the host blocks that belong to no parcel.
-    Invariant I6: a host block is free or belongs to exactly one parcel, never both.
+    Invariant I7: a host block is free or belongs to exactly one parcel, never both.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -249,7 +249,7 @@ class HostPool:
 # %% tags=["export:host_pool"]
 class HostPool(HostPool):  # type: ignore
     def check(self) -> None:
-        """Assert I6.  O(num_blocks), for tests."""
+        """Assert I7.  O(num_blocks), for tests."""
         held = [block for saved in self.parcels.values() for block in distinct_blocks(saved)]
         assert sorted([*held, *self._free]) == list(range(self.num_blocks)), "a host block is lost"
 
@@ -1130,7 +1130,7 @@ print("left 2 blocks, needs", blocks_to_return([Saved(0, 32, [0, 1])], [33], 16)
 #
 # | class | fields | invariants | what breaks next |
 # |---|---|---|---|
-# | `HostPool` | `parcels`, the free queue | I6: a host block is free or in one parcel | copies that overlap with computing (chapter 14) |
+# | `HostPool` | `parcels`, the free queue | I7: a host block is free or in one parcel | copies that overlap with computing (chapter 14) |
 # | `Candidate` | a running group, looked at | a price is what the decision changes | assumed costs (measured in chapter 13) |
 # | `Preemption` | `host`, `events`, `costs`, `policy` | the first in order is never the victim; a group has a parcel iff it is swapped | thrashing under overload (a lab) |
 # | `ProgressWatch` | `marks`, `log`, `met` | no state recurs without progress | - |

@@ -4,7 +4,8 @@
     sizing           How many bytes a KV cache takes: per token, per block, per sequence.
     contiguous       The old way: one run of adjacent slots a request, reserved before its length is known.
     block_pool       Block ids: a queue of the free ones, and for each the number of rows that hold it.
-    block_manager    Block tables, and the manager that keeps them in step with the pool.
+    block_tables     Block tables: which blocks hold each sequence, in order, in one matrix.
+    block_manager    The manager that keeps block tables and the pool in step.
     kv_store         The bytes of a paged KV cache: one tensor a layer, written by slot, copied by block.
     attention        Attention that reads keys and values through a block table: a plain oracle, and torch.
     packed_batch     The new tokens of one step, packed without padding, and where their K/V live.
@@ -20,6 +21,7 @@
     request          What a user asks for, and how far it has come.
     row_state        What is known of the sequence in each row, in arrays that one operation reads for all.
     residents        The groups that hold rows: how they move in, grow, branch, and move out.
+    turns            Rows that decode together, and reach the end of a block together.
     step_plan        What the device is to do in one step: everything it needs, and nothing else.
     ledger           Every request from its submission to its end, and what a relief may do with those that run.
     admission        Who may run: the token budget among those who do, and the door for those who wait.
@@ -152,8 +154,10 @@ if TYPE_CHECKING:
         quantiles,
         tokens_per_s,
     )
-    from paged_kv.block_manager import (
-        BlockManager,
+    from paged_kv.block_manager import BlockManager, missing_blocks
+    from paged_kv.block_names import BlockNames, EventLog, Removed, Stored
+    from paged_kv.block_pool import BlockPool, OutOfBlocks, checked_ids, places_of
+    from paged_kv.block_tables import (
         BlockTables,
         all_open_and_different,
         as_rows,
@@ -161,12 +165,9 @@ if TYPE_CHECKING:
         checked_rows,
         extend_by_one,
         extend_each,
-        missing_blocks,
         refuse_shared_tails,
         slot_mapping,
     )
-    from paged_kv.block_names import BlockNames, EventLog, Removed, Stored
-    from paged_kv.block_pool import BlockPool, OutOfBlocks, checked_ids, places_of
     from paged_kv.capacity_report import (
         find_config,
         length_report,
@@ -560,6 +561,7 @@ if TYPE_CHECKING:
         branch,
         new_cells,
         publish,
+        publish_one_each,
         publish_row,
         rewire_beams,
         take_news,
@@ -582,7 +584,9 @@ if TYPE_CHECKING:
         choose_batch,
         decide,
         end_some,
+        go_on,
         is_steady,
+        keep_pace,
         relieve,
         settle,
         take_off,
@@ -640,6 +644,7 @@ if TYPE_CHECKING:
         tail_waste,
     )
     from paged_kv.step_plan import (
+        Cadence,
         Host,
         StepPlan,
         beam_places,
@@ -672,6 +677,7 @@ if TYPE_CHECKING:
         probe_kernel,
         runs_kernels,
     )
+    from paged_kv.turns import Turn, advance, publish_turn
     from paged_kv.weights import count_parameters, weight_bytes
 
 __all__ = [
@@ -687,6 +693,7 @@ __all__ = [
     "BlockPool",
     "BlockTables",
     "Broken",
+    "Cadence",
     "Candidate",
     "Canvas",
     "Capacity",
@@ -807,6 +814,7 @@ __all__ = [
     "TraceRequest",
     "TraceShape",
     "TraceStats",
+    "Turn",
     "WaitingQueue",
     "active_programs",
     "add_prompts",
@@ -814,6 +822,7 @@ __all__ = [
     "add_values",
     "admit",
     "admit_cached",
+    "advance",
     "all_open_and_different",
     "answer_all",
     "answers_report",
@@ -962,6 +971,7 @@ __all__ = [
     "generate_command",
     "give_back",
     "give_up",
+    "go_on",
     "graph_runner",
     "group_pieces",
     "guarded_tails",
@@ -984,6 +994,7 @@ __all__ = [
     "join_chunk",
     "join_kernel",
     "join_parts",
+    "keep_pace",
     "keep_row",
     "key_blocks",
     "key_range",
@@ -1104,7 +1115,9 @@ __all__ = [
     "publish",
     "publish_filled",
     "publish_full",
+    "publish_one_each",
     "publish_row",
+    "publish_turn",
     "push_token",
     "put_nothing",
     "put_rows",
@@ -1249,8 +1262,9 @@ _HOME = {
     "BlockManager": "block_manager",
     "BlockNames": "block_names",
     "BlockPool": "block_pool",
-    "BlockTables": "block_manager",
+    "BlockTables": "block_tables",
     "Broken": "check_rules",
+    "Cadence": "step_plan",
     "Candidate": "preemption",
     "Canvas": "draw_canvas",
     "Capacity": "sizing",
@@ -1371,6 +1385,7 @@ _HOME = {
     "TraceRequest": "traces",
     "TraceShape": "trace_shapes",
     "TraceStats": "traces",
+    "Turn": "turns",
     "WaitingQueue": "request",
     "active_programs": "decode_shares",
     "add_prompts": "serve_cli",
@@ -1378,11 +1393,12 @@ _HOME = {
     "add_values": "decode_tiles",
     "admit": "hf_adapter",
     "admit_cached": "prefix_cache",
-    "all_open_and_different": "block_manager",
+    "advance": "turns",
+    "all_open_and_different": "block_tables",
     "answer_all": "serve_cli",
     "answers_report": "serve_cli",
     "answers_to": "engine",
-    "as_rows": "block_manager",
+    "as_rows": "block_tables",
     "assumed_costs": "engine_setup",
     "at_least": "sizing",
     "attend_keys": "prefill_tiles",
@@ -1437,9 +1453,9 @@ _HOME = {
     "check_rows": "check_paper",
     "check_slots": "check_suites",
     "checked_batch": "device_sampling",
-    "checked_counts": "block_manager",
+    "checked_counts": "block_tables",
     "checked_ids": "block_pool",
-    "checked_rows": "block_manager",
+    "checked_rows": "block_tables",
     "checked_samples": "in_flight",
     "checks_of": "check_suites",
     "choose_batch": "scheduler",
@@ -1500,8 +1516,8 @@ _HOME = {
     "every_pick": "decode_plan",
     "every_prefill_pick": "prefill_plan",
     "expected_tail_waste": "sizing",
-    "extend_by_one": "block_manager",
-    "extend_each": "block_manager",
+    "extend_by_one": "block_tables",
+    "extend_each": "block_tables",
     "fetch_rows": "attention",
     "field_of": "check_reader",
     "field_places": "step_upload",
@@ -1526,6 +1542,7 @@ _HOME = {
     "generate_command": "serve_cli",
     "give_back": "prefix_cache",
     "give_up": "check_reader",
+    "go_on": "scheduler",
     "graph_runner": "serve_options",
     "group_pieces": "attention",
     "guarded_tails": "copy_on_write",
@@ -1548,6 +1565,7 @@ _HOME = {
     "join_chunk": "decode_parts",
     "join_kernel": "draw_kernel",
     "join_parts": "decode_parts",
+    "keep_pace": "scheduler",
     "keep_row": "shape_kernels",
     "key_blocks": "prefill_tiles",
     "key_range": "prefill_tiles",
@@ -1668,7 +1686,9 @@ _HOME = {
     "publish": "residents",
     "publish_filled": "prefix_cache",
     "publish_full": "prefix_cache",
+    "publish_one_each": "residents",
     "publish_row": "residents",
+    "publish_turn": "turns",
     "push_token": "delivery",
     "put_nothing": "decode_parts",
     "put_rows": "decode_parts",
@@ -1693,7 +1713,7 @@ _HOME = {
     "reduce_kernel": "decode_parts",
     "refuse_bools": "prefix_keys",
     "refuse_nan": "delivery",
-    "refuse_shared_tails": "block_manager",
+    "refuse_shared_tails": "block_tables",
     "refusing": "cli_output",
     "relieve": "scheduler",
     "replay_tokens": "ledger",
@@ -1730,7 +1750,7 @@ _HOME = {
     "share_budget": "admission",
     "size": "cli",
     "size_report": "cli",
-    "slot_mapping": "block_manager",
+    "slot_mapping": "block_tables",
     "slots_of": "step_plan",
     "smaller_ops": "check_programs",
     "soft_cap": "decode_tiles",

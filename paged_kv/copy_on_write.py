@@ -12,8 +12,9 @@ from collections import Counter
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from paged_kv.block_manager import BlockManager, BlockTables, TokenCounts, checked_rows
+from paged_kv.block_manager import BlockManager
 from paged_kv.block_pool import BlockPool, OutOfBlocks
+from paged_kv.block_tables import BlockTables, TokenCounts, checked_rows
 
 
 def fork_many(manager: BlockManager, parents: ArrayLike) -> list[int]:

@@ -33,7 +33,7 @@ class HostPool:
     State
         parcels  group id -> its rows as `Saved`, whose ids are host blocks.
         the free queue: the host blocks that belong to no parcel.
-    Invariant I6: a host block is free or belongs to exactly one parcel, never both.
+    Invariant I7: a host block is free or belongs to exactly one parcel, never both.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -68,7 +68,7 @@ class HostPool:
         self._free.extend(distinct_blocks(self.parcels.pop(key)))
 
     def check(self) -> None:
-        """Assert I6.  O(num_blocks), for tests."""
+        """Assert I7.  O(num_blocks), for tests."""
         held = [block for saved in self.parcels.values() for block in distinct_blocks(saved)]
         assert sorted([*held, *self._free]) == list(range(self.num_blocks)), "a host block is lost"
 

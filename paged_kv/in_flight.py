@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from paged_kv.ledger import Ledger
-from paged_kv.request import MAX_TOKEN, Group, Tokens
+from paged_kv.request import MAX_TOKEN, Group, Ints, Tokens
 from paged_kv.residents import Residents, rewire_beams
-from paged_kv.step_plan import StepPlan
+from paged_kv.step_plan import Cadence, StepPlan
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,12 +24,15 @@ class Flight:
         departures  how many tenants had left by then.
         steady      for how many steps more every row of it runs one token, if nobody comes or
                     goes; -1 where some do not.
+        cadence, after  of a steady plan that follows another: what comes round; seq_lens + 1.
     """
 
     plan: StepPlan
     moved: list[Group]
     departures: int
     steady: int
+    cadence: Cadence | None = None
+    after: Ints | None = None
 
 
 def checked_samples(sampled: ArrayLike, count: int) -> Tokens:
@@ -37,9 +40,10 @@ def checked_samples(sampled: ArrayLike, count: int) -> Tokens:
     tokens = np.asarray(sampled)
     if tokens.shape != (count,) or (count and tokens.dtype.kind not in "iu"):
         raise ValueError(f"sampled: {count} token ids are needed, not {sampled!r}")
-    if tokens.min(initial=0) < 0 or (tokens.itemsize > 4 and tokens.max(initial=0) > MAX_TOKEN):
+    own = tokens.astype(np.int32)
+    if (count and own.min() < 0) or (tokens.itemsize > 4 and (tokens != own).any()):
         raise ValueError(f"sampled: token ids are 0 to {MAX_TOKEN}")
-    return tokens.astype(np.int32)
+    return own
 
 
 def follow_parents(home: Residents, plan: StepPlan, parents: ArrayLike | None) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paged_kv.block_manager import BlockTables, slot_mapping
+from paged_kv.block_tables import BlockTables, slot_mapping
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paged_kv.block_manager import BlockManager, BlockTables
+from paged_kv.block_manager import BlockManager
+from paged_kv.block_tables import BlockTables
 from paged_kv.copy_on_write import fork, guarded_tails, make_writable, rewind, rewire
 from paged_kv.prefix_cache import PrefixCache, admit_cached, give_back
 from paged_kv.prefix_keys import Key
@@ -53,6 +54,7 @@ class Residents:
         opened, closed, whole, cells   what the next plan has to tell the device; and `grown`,
                   whether rows that run one token have taken blocks, which it sees for itself.
         departures  how many tenants have left so far.
+        flat_table, flat_chunks  the block table and `rows.chunks`, the same memory in a row.
         ramp, ones, none  int64, longer than any batch, constant: 0, 1, 2, ...; all 1; all -1.
     Invariant: a row of the table is open iff it has a tenant.
     """
@@ -60,7 +62,7 @@ class Residents:
     def __init__(self, manager: BlockManager, cache: PrefixCache | None) -> None:
         self.manager, self.cache = manager, cache
         max_seqs = len(manager.tables.table)
-        self.rows = RowState(max_seqs, manager.tables.max_seq_len)
+        self.rows = RowState(max_seqs, manager.tables.max_seq_len, manager.block_size)
         self.running = NONE
         self.keys: dict[int, Key] = {}
         self.generation = 0 if cache is None else cache.generation
@@ -71,6 +73,8 @@ class Residents:
         self.whole: dict[int, None] = {}
         self.cells: list[tuple[Ints, Ints]] = []
         self.grown = False
+        self.flat_table = manager.tables.table.reshape(-1)
+        self.flat_chunks = self.rows.chunks.reshape(-1)
         self.ramp = np.arange(max(max_seqs, manager.block_size) + 1)
         self.ones, self.none = np.ones_like(self.ramp), np.full_like(self.ramp, -1)
         for constant in (self.ramp, self.ones, self.none):
@@ -173,16 +177,25 @@ def publish(home: Residents, rows: Ints, ends: NDArray[np.integer[Any]]) -> None
         return
     rows, full = rows[due], full[due]
     place, named = full - 1, rows.tolist()
-    blocks = home.manager.tables.table[rows, place].tolist()
-    if len(set(blocks)) < len(blocks) or (state.published[rows] != place).any():
+    blocks = home.manager.tables.table[rows, place]
+    if len(set(blocks.tolist())) < len(named) or (state.published[rows] != place).any():
         for row, end in zip(named, full.tolist(), strict=True):
             publish_row(home, cache, row, end)
         return
-    starts = rows * state.width + place * size
-    tokens = state.flat[starts[:, None] + home.ramp[:size]]
-    keys = cache.publish_each([home.keys[row] for row in named], tokens, blocks)
-    home.keys.update(zip(named, keys, strict=True))
+    publish_one_each(home, cache, named, state.chunks[rows, place].tolist(), blocks)
     state.published[rows] = full
+
+
+def publish_one_each(
+    home: Residents,
+    cache: PrefixCache,
+    named: list[int],
+    chunks: list[bytes],
+    blocks: NDArray[np.int32],
+) -> None:
+    """Name `blocks`, each the next one of its row, by their tokens."""
+    keys = cache.publish_chunks([home.keys[row] for row in named], chunks, blocks)
+    home.keys.update(zip(named, keys, strict=True))
 
 
 def publish_row(home: Residents, cache: PrefixCache, row: int, end: int) -> None:
@@ -231,6 +244,9 @@ def rewire_beams(home: Residents, rows: Ints, parents: Ints) -> None:
 def take_news(home: Residents) -> News:
     """What the device does not know yet, for the next plan; from now on it does."""
     table, counts = home.manager.tables.table, home.manager.tables.num_blocks
+    if len(home.cells) == 1 and not (home.whole or home.opened or home.closed):
+        (rows, columns), home.cells, home.grown = home.cells[0], [], False
+        return News((rows, columns.astype(np.int64), table[rows, columns]), (), ())
     cells = home.cells + [(np.full(counts[r], r), np.arange(counts[r])) for r in home.whole]
     if len(cells) == 1:
         rows, columns = cells[0]

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from paged_kv.prefix_keys import chunk_type
 from paged_kv.request import Group, Ints, Sample, Tokens
 
 NONE = np.empty(0, np.int64)
@@ -15,6 +18,7 @@ class RowState:
 
     State, one entry a row of the block table
         tokens     int32 [max_seqs, width]: prompt and output.
+        chunks     the same memory, an item a block.   flat: the same, [max_seqs x width].
         known      int64: tokens committed.
         expected   int64: those and the samples in flight.
         limit      int64: tokens at which it ends.
@@ -26,16 +30,15 @@ class RowState:
     Invariant: known <= expected <= known + 2 (two plans in flight) and expected <= limit.
     """
 
-    def __init__(self, max_seqs: int, max_seq_len: int) -> None:
-        self.tokens = np.zeros((max_seqs, max_seq_len + 1), np.int32)
+    def __init__(self, max_seqs: int, max_seq_len: int, block_size: int = 1) -> None:
+        self.width = -(-(max_seq_len + 1) // block_size) * block_size
+        self.tokens = np.zeros((max_seqs, self.width), np.int32)
         self.flat = self.tokens.reshape(-1)
-        self.width = max_seq_len + 1
+        self.chunks = self.tokens.view(chunk_type(block_size))
         columns = np.zeros((5, max_seqs), np.int64)
         self.known, self.expected, self.limit, self.published, self.sample_at = columns
-        self.serial = np.full(max_seqs, -1)
-        self.stop = np.full((1, max_seqs), -1, np.int32)
-        self.group: dict[int, Group] = {}
-        self.sample: dict[int, Sample] = {}
+        self.serial, self.stop = np.full(max_seqs, -1), np.full((1, max_seqs), -1, np.int32)
+        self.group, self.sample = dict[int, Group](), dict[int, Sample]()
         self._tenants = 0
 
     def bind(self, row: int, group: Group, sample: Sample, published: int) -> None:
@@ -68,23 +71,31 @@ class RowState:
         return np.minimum(self.expected[rows], self.limit[rows] - 1)
 
     def record(
-        self, rows: Ints, ends: Ints, tokens: Tokens, may_fill: bool = True
+        self,
+        rows: Ints,
+        ends: Ints,
+        tokens: Tokens,
+        may_fill: bool = True,
+        at_hand: tuple[Ints, Ints, Sequence[Tokens]] | None = None,
     ) -> tuple[Ints, Ints]:
         """Commit one token a row, behind the `ends` that are known.
 
-        `may_fill`: whether one of them could reach its limit with it.
+        Args: `may_fill`, whether one of them could reach its limit with it; `at_hand`, if the
+        caller has them, the places in `flat`, `ends + 1` and the stop tokens of these rows.
         Returns: the rows that end, at a stop token and at their limit.
         """
-        self.flat[rows * self.width + ends] = tokens
-        known = ends + 1
+        if at_hand is None:
+            at_hand = rows * self.width + ends, ends + 1, [stop[rows] for stop in self.stop]
+        places, known, stops = at_hand
+        self.flat[places] = tokens
         self.known[rows] = known
-        stopped = self.stop[0][rows] == tokens
-        for others in self.stop[1:]:
-            stopped |= others[rows] == tokens
+        stopped = stops[0] == tokens
+        for others in stops[1:]:
+            stopped |= others == tokens
         if may_fill:
             full = (known == self.limit[rows]) & ~stopped
             return rows[stopped], rows[full]
-        return (rows[stopped], NONE) if stopped.any() else (NONE, NONE)
+        return (rows[stopped], NONE) if np.count_nonzero(stopped) else (NONE, NONE)
 
     def check(self) -> None:
         """Assert the invariant.  O(max_seqs), for tests."""

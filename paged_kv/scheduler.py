@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -20,7 +21,8 @@ from paged_kv.request import Ints, Output, Request, State, Tokens
 from paged_kv.residents import Residents, branch, publish
 from paged_kv.row_state import NONE
 from paged_kv.sizing import at_least
-from paged_kv.step_plan import StepPlan, build_plan, next_plan
+from paged_kv.step_plan import Cadence, StepPlan, build_plan, next_plan
+from paged_kv.turns import advance, publish_turn
 
 
 class Scheduler:
@@ -162,7 +164,10 @@ def choose_batch(scheduler: Scheduler) -> tuple[Ints, Ints | int] | None:
             ledger, home.running, scheduler.token_budget, scheduler.steady
         )
         try:
-            ledger.moves += home.reserve(rows, counts)
+            if scheduler.steady and scheduler.last is not None:
+                keep_pace(scheduler, scheduler.last)
+            else:
+                ledger.moves += home.reserve(rows, counts)
             break
         except OutOfBlocks:
             short = True
@@ -205,6 +210,15 @@ def is_steady(scheduler: Scheduler) -> bool:
     return not (scheduler.ledger.beams or tables.guarded)
 
 
+def keep_pace(scheduler: Scheduler, last: Flight) -> None:
+    """Reserve the blocks of a steady step.  Raises OutOfBlocks, with nothing changed."""
+    home, plan, beat, ends = scheduler.home, last.plan, last.cadence, last.after
+    if beat is None or ends is None:
+        beat, ends = Cadence(home, plan), plan.seq_lens + 1
+        scheduler.last = replace(last, cadence=beat, after=ends)
+    advance(home, plan.rows, ends, beat.full(plan.step))
+
+
 def take_off(
     scheduler: Scheduler, batch: tuple[Ints, Ints | int], children: list[tuple[int, int]]
 ) -> Flight:
@@ -213,14 +227,24 @@ def take_off(
     rows, counts, lagging = *batch, bool(scheduler.flights)
     if last is not None and scheduler.steady and not children:
         tokens = None if lagging else scheduler.accepted[1]
-        plan = next_plan(home, last.plan, ledger.moves, tokens)
-        return Flight(plan, ledger.moved, home.departures, last.steady - 1)
+        return go_on(scheduler, last, tokens)
     step = 0 if last is None else last.plan.step + 1
     plan = build_plan(home, batch, children, ledger.beams, step, ledger.moves, lagging)
     steady, plain = -1, isinstance(counts, int) and not (children or ledger.beams)
     if plain and rows is home.running:
         steady = int((home.rows.limit[rows] - 1 - plan.seq_lens).min())
     return Flight(plan, ledger.moved, home.departures, steady)
+
+
+def go_on(scheduler: Scheduler, last: Flight, tokens: Tokens | None) -> Flight:
+    """The plan behind a steady one, whose blocks `keep_pace` has reserved."""
+    home, ledger, beat, ends = scheduler.home, scheduler.ledger, last.cadence, last.after
+    assert beat is not None and ends is not None
+    begin = beat.full(last.plan.step).places
+    plan = next_plan(home, last.plan, ends, begin, ledger.moves, tokens)
+    after = ends + home.ones[: len(ends)]
+    home.rows.expected[plan.rows] = after
+    return Flight(plan, ledger.moved, home.departures, last.steady - 1, beat, after)
 
 
 def settle(
@@ -238,14 +262,20 @@ def settle(
     if plan.beams:
         follow_parents(home, plan, parents)
     flight, rows, ends = flights.popleft(), plan.sample_rows, plan.seq_lens
+    beat, after, at_hand = flight.cadence, flight.after, None
     if rows is not plan.rows:
         ends = ends[plan.sample_logits]
     if flight.departures != home.departures:  # somebody left: late tokens are dropped
         lives = home.rows.serial[rows] == plan.sample_serials
         rows, tokens, ends = rows[lives], tokens[lives], ends[lives]
-    stopped, full = home.rows.record(rows, ends, tokens, flight.steady <= 0)
+    elif beat is not None and after is not None:
+        at_hand = beat.starts + ends, after, beat.stops
+    stopped, full = home.rows.record(rows, ends, tokens, flight.steady <= 0, at_hand)
     scheduler.accepted = rows, tokens
-    publish(home, rows, ends)
+    if at_hand is None or beat is None:
+        publish(home, rows, ends)
+    else:
+        publish_turn(home, beat.full(plan.step), ends)
     if scheduler.ledger.untimed or len(stopped) or len(full):
         end_some(scheduler.ledger, stopped, full, scheduler.now() if now is None else now)
 

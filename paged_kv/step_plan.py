@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from paged_kv.request import Group, Ints, Tokens
 from paged_kv.residents import News, Residents, take_news
+from paged_kv.turns import Turn
 
 
 @dataclass(frozen=True)
@@ -168,27 +170,58 @@ def build_plan(
     )
 
 
+class Cadence:
+    """What comes round every block_size steps while the same rows run one token each.
+
+    State
+        step    number of the plan that it was made from.
+        turns   block_size Turns: the rows in whose last block so many tokens stood then, a full
+                block counting as none.
+        starts  [n]: where each row begins in `RowState.flat`.
+        stops   their stop tokens, [n] each.
+    """
+
+    def __init__(self, home: Residents, plan: StepPlan) -> None:
+        self.step, size, state = plan.step, home.manager.block_size, home.rows
+        offset = plan.seq_lens % size
+        order = offset.argsort(kind="stable")
+        edges = np.searchsorted(offset[order], home.ramp[: size + 1]).tolist()
+        rows = plan.rows[order]
+        cells, chunks = (rows * m.shape[1] for m in (home.manager.tables.table, state.chunks))
+        named, spans = rows.tolist(), [slice(at, end) for at, end in pairwise(edges)]
+        self.turns = [Turn(order[s], rows[s], named[s], cells[s], chunks[s]) for s in spans]
+        self.starts = plan.rows * state.width
+        self.stops = [stop[plan.rows] for stop in state.stop]
+
+    def full(self, step: int) -> Turn:
+        """Those whose last block is full after the plan of this number."""
+        return self.turns[(self.step - step) % len(self.turns)]
+
+
 def next_plan(
-    home: Residents, last: StepPlan, moves: Sequence[Move], tokens: Tokens | None
+    home: Residents,
+    last: StepPlan,
+    ends: Ints,
+    begin: Ints,
+    moves: Sequence[Move],
+    tokens: Tokens | None,
 ) -> StepPlan:
     """The plan behind `last` where nobody came or went: every row runs one token more.
 
-    It equals `build_plan` in a fraction of the time, since most arrays are those of `last`.
-    Args: `tokens`, what `last` has sampled, or None while it is in flight.
+    It equals `build_plan` in a fraction of the time, since most fields are those of `last`.
+    Args: `ends`, the lengths then; `begin`, the places in the batch of those that begin a
+    block; `tokens`, what `last` has sampled, or None while it is in flight.
     """
-    rows, positions, count = last.rows, last.seq_lens, len(last.rows)
-    ends, slots, size = positions + 1, last.slot_mapping + 1, home.manager.block_size
-    if home.grown:
-        at = (positions % size == 0).nonzero()[0]
-        cells = rows[at], positions[at] // size
-        home.cells.append(cells)
-        slots[at] = home.manager.tables.table[cells].astype(np.int64) * size
-    home.rows.expected[rows] = ends + 1
-    source = home.none[:count]
+    count, news = len(ends), take_news(home)
+    slots, source = last.slot_mapping + home.ones[:count], home.none[:count]
+    if len(begin):
+        slots[begin] = news.table_updates[2] * np.int64(home.manager.block_size)
     if tokens is None:
         tokens, source = source.astype(np.int32), home.ramp[:count]
-    sampling = (last.sample_rows, last.sample_logits, last.sample_serials, ())
-    return StepPlan(
-        last.step + 1, rows, last.new_tokens, ends, last.cu_seqlens, tokens, source,
-        positions, slots, *sampling, tuple(moves), take_news(home),
+    plan = object.__new__(StepPlan)
+    vars(plan).update(vars(last))  # plans are frozen, so they can share fields
+    vars(plan).update(
+        step=last.step + 1, seq_lens=ends, token_ids=tokens, token_source=source,
+        positions=last.seq_lens, slot_mapping=slots, moves=tuple(moves), news=news,
     )  # fmt: skip
+    return plan
