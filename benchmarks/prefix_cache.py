@@ -367,7 +367,7 @@ def main() -> None:
     headline["x_vllm_hash_tokens"] = round(us["vLLM 0.23, SHA-256"] / us["interning of bytes"], 1)
     path = write_result(
         "prefix_cache",
-        modules=["block_pool", "block_manager", "prefix_keys", "block_names", "prefix_cache"],
+        modules=["block_pool", "block_tables", "block_manager", "prefix_keys", "block_names", "prefix_cache"],
         workload=f"{BLOCK_SIZE}-token blocks, {POOL} of them, {RUNNING} requests at once, {DECODED} tokens decoded. "
         "shared: 2,000 requests of 2,000 shared + 100 own tokens; agent: 500 sessions x 8 turns behind 3,000 tokens, "
         "40 to 200 new tokens a turn, 128 sessions under way. Tokens as lists. Sweep: other numbers of decoded tokens. "
