@@ -38,7 +38,8 @@ from paged_kv.scheduler import Scheduler
 BLOCK_SIZE, MAX_LEN, BLOCKS, RUNNING = 16, 4096, 27_648, 256
 REQUESTS, MEAN_IN, MEAN_OUT, SIGMA = 20_000, 161, 338, 1.0
 STEPS, ROUNDS, SIZES = 64, 15, (64, 256, 1024)
-MODULES = ["block_pool", "block_tables", "block_manager", "prefix_keys", "block_names", "prefix_cache", "request", "row_state"]
+MODULES = ["block_pool", "block_tables", "block_manager", "prefix_keys", "block_names", "prefix_cache", "request"]
+MODULES += ["row_state"]
 MODULES += ["residents", "turns", "step_plan", "ledger", "admission", "in_flight", "scheduler"]
 
 

@@ -28,7 +28,6 @@ NEEDED = {  # of each module: what is called, and with which arguments
         "BlockManager": "num_blocks block_size max_seqs max_seq_len",
         "BlockManager.add": "num_tokens", "BlockManager.append": "rows new_tokens",
         "BlockManager.finish": "row", "BlockManager.check": "",
-        "slot_mapping": "table rows positions block_size",
     },
     "copy_on_write": {
         "fork": "manager row", "make_writable": "manager rows new_tokens",
@@ -80,8 +79,13 @@ def missing_names(module: ModuleType, kind: str) -> list[str]:
 
 
 def name_of(module: ModuleType, name: str) -> Any:
-    """A name of the reader's module, or else the book's own."""
-    found = getattr(module, name, None)
+    """A name of the reader's module or of its neighbour `block_tables`, or else the book's own."""
+    found, package = getattr(module, name, None), getattr(module, "__package__", None)
+    if found is None and package:
+        try:
+            found = getattr(importlib.import_module(f"{package}.block_tables"), name, None)
+        except ImportError:
+            pass
     return getattr(importlib.import_module("paged_kv"), name) if found is None else found
 
 

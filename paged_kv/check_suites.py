@@ -34,6 +34,7 @@ from paged_kv.check_reader import (
     call_theirs,
     load_theirs,
     missing_names,
+    name_of,
     place_of,
     time_limit,
 )
@@ -97,7 +98,8 @@ def check_slots(module: ModuleType) -> None:
     calls = [(0, 3, 4, 3), (0, 4, 4, 4), (0, 8, 4, 20), (0, 12, 4, -1), (0, -1, 4, -1),
              (1, 3, 16, 2**32 + 3)]  # fmt: skip
     for row, position, block_size, want in calls:
-        outcome, slots = call_theirs(module.slot_mapping, table, [row], [position], block_size)
+        mapping = name_of(module, "slot_mapping")
+        outcome, slots = call_theirs(mapping, table, [row], [position], block_size)
         if outcome or np.asarray(slots).tolist() != [want]:
             row_text = f"row {table[row].tolist()}, B = {block_size}"
             found = slots if outcome else np.asarray(slots).tolist()

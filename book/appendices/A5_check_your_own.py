@@ -335,7 +335,6 @@ NEEDED = {  # of each module: what is called, and with which arguments
         "BlockManager": "num_blocks block_size max_seqs max_seq_len",
         "BlockManager.add": "num_tokens", "BlockManager.append": "rows new_tokens",
         "BlockManager.finish": "row", "BlockManager.check": "",
-        "slot_mapping": "table rows positions block_size",
     },
     "copy_on_write": {
         "fork": "manager row", "make_writable": "manager rows new_tokens",
@@ -385,10 +384,15 @@ def missing_names(module: ModuleType, kind: str) -> list[str]:
             continue  # a built-in without a signature: calling it will tell
     return said
 
-
+# %% tags=["export:check_reader"]
 def name_of(module: ModuleType, name: str) -> Any:
-    """A name of the reader's module, or else the book's own."""
-    found = getattr(module, name, None)
+    """A name of the reader's module or of its neighbour `block_tables`, or else the book's own."""
+    found, package = getattr(module, name, None), getattr(module, "__package__", None)
+    if found is None and package:
+        try:
+            found = getattr(importlib.import_module(f"{package}.block_tables"), name, None)
+        except ImportError:
+            pass
     return getattr(importlib.import_module("paged_kv"), name) if found is None else found
 
 
@@ -1754,14 +1758,15 @@ def run_by_hand(make: Callable[[], Any], rows: list[Any]) -> None:
         broken.steps = list(subject.log)
         raise
 
-
+# %% tags=["export:check_suites"]
 def check_slots(module: ModuleType) -> None:
     """Slots of the run by hand, of padding, and beyond 32 bits."""
     table = np.array([[0, 1, 5, -1], [2**28, -1, -1, -1]], np.int32)
     calls = [(0, 3, 4, 3), (0, 4, 4, 4), (0, 8, 4, 20), (0, 12, 4, -1), (0, -1, 4, -1),
              (1, 3, 16, 2**32 + 3)]  # fmt: skip
     for row, position, block_size, want in calls:
-        outcome, slots = call_theirs(module.slot_mapping, table, [row], [position], block_size)
+        mapping = name_of(module, "slot_mapping")
+        outcome, slots = call_theirs(mapping, table, [row], [position], block_size)
         if outcome or np.asarray(slots).tolist() != [want]:
             row_text = f"row {table[row].tolist()}, B = {block_size}"
             found = slots if outcome else np.asarray(slots).tolist()
