@@ -14,6 +14,8 @@
 # and handed out like the frames of a computer's main memory. You need no knowledge of any of it
 # yet. Each part is built from nothing in one of the chapters that follow; the map is at the end.
 #
+# **The question.** Can one small pool hold what eight conversations must remember, and nobody notice?
+#
 # :::{card} This chapter
 # - **You need** nothing. To run it: `make model` once.
 # - **Exports** nothing; it uses what the chapters export.
@@ -116,16 +118,16 @@ print(f"our pool: {num_blocks} blocks of {spec.bytes_per_block(B) / 2**10:.0f} K
 print(f"smaller by {reserved / pool:.0f} times")
 
 # %% [markdown]
-# 2,880 MiB against 42.9 MiB. The pool below is the smallest that can carry all eight to the end of
-# their answers: 61 blocks of 720 KiB.
+# 2,880 MiB against 42.9 MiB. Our pool of 61 blocks of 720 KiB is the smallest that can carry all
+# eight, side by side, to the end of their answers.
 #
 # ## Eight answers at once
 #
 # The model is a guest. Its layers and weights are those of the transformers library
 # {cite}`wolf2020transformers`; only where it would store keys and values in a cache of its own, it is
 # handed ours. On the way in it is checked: what it says as our guest must be what it says by itself.
-# To leave no doubt about whose memory is in use, every cache of the library is booby-trapped for as
-# long as we run.
+# To leave no doubt about whose memory is in use, the library's caches are booby-trapped while the
+# eight answers are made.
 
 # %%
 from transformers import DynamicCache, StaticCache
@@ -160,10 +162,11 @@ with Trapped():
         print("the library by itself:", error)
 
 # %% [markdown]
-# The trap works. Now ours. The engine of chapter 13 takes the model and a number of blocks; it is given
-# eight prompts and gives eight answers. In each of its steps the newest token of every conversation goes through
-# the model, all in one row, and what comes out is appended. We always take the likeliest token, so that there
-# is only one right answer. To watch, we look over the shoulder of whoever runs the steps.
+# The trap works. Now ours. The engine of chapter 13 takes the model and a number of blocks; it is
+# given eight prompts and gives eight answers. Its first step reads the prompts. In each step after
+# that, the newest token of every conversation goes through the model, all in one row, and the token
+# that comes out is appended. We always take the likeliest, so that there is only one right answer. To
+# watch, we look over the shoulder of whoever runs the steps.
 
 # %%
 snapshots = []
@@ -332,15 +335,15 @@ draw_pool(manager.snapshot(dict(zip(prompts, rows, strict=True))),
           title="Shuffled, and the tables know")
 
 # %% [markdown]
-# With the tables, all bits are equal. Without them the model babbles, politely and with no error
-# message; which is why every part of this book comes with a check that something else must agree
-# with.
+# With the tables, all bits are equal. Without them five of the eight go on with another token, and
+# there is no error message; which is why every part of this book comes with a check that something
+# else must agree with.
 #
 # ## What blocks make possible
 #
-# Tables say where tokens lie, and nothing says that two tables may not name the same block. So memory can be
-# shared. F asks again, word for word: the keys and values of its question are still in the pool. Only the end
-# of it, behind the last full block, and the tokens of the answer are run.
+# Tables say where tokens lie, and nothing says that two tables may not name the same block. So memory
+# can be shared. F asks again, word for word: the keys and values of its question are still in the
+# pool. Only the end of it, behind the last full block, and the tokens of the answer are run.
 
 # %%
 engine = Engine(model, tokenizer, num_blocks=num_blocks, block_size=B)
@@ -353,7 +356,7 @@ for turn in ("first", "again"):
 
 # %% [markdown]
 # Two answers to one question share it too, until they differ. Here A gets two, drawn by lot and not
-# by the greatest likelihood; a shared block bears both letters.
+# by the greatest likelihood.
 
 # %%
 engine.add_request(prompts["A"], 12, n=2, sampling=SamplingOptions(temperature=1.0, seed=1))
@@ -364,10 +367,15 @@ ids = engine.manager.tables.ids
 print("one table:", ids(first), " the other:", ids(second))
 for piece in engine.run():
     if piece.answer:
+        print(piece.answer.hit_tokens, "of its tokens found")
         print(*(f"{text.index}: {text.text!r}" for text in piece.answer.texts), sep="\n")
 
 # %% [markdown]
-# And nobody has to wait for the end. An answer can be read as it comes, piece by piece, while others are served.
+# Both tables begin with the same two blocks, which hold most of the question once. The third block
+# was not full: each writes its answer there, so one of them got a copy of it first. And the 16 tokens
+# that were found are F's: every prompt here begins with the same words of instruction.
+#
+# And nobody has to wait for the end. An answer can be read as it comes, piece by piece.
 
 # %%
 print(*(piece.text for piece in engine.stream(prompts["B"], 16)), sep="|")
@@ -380,12 +388,12 @@ engine.check()
 # - Nobody knows how long a text becomes. Reservations strand memory; blocks and tables do not: at
 #   most one block of each conversation is partly empty.
 # - Attention that reads through a table gives the same answers.
-# - When a conversation ends, its blocks go to whoever comes next.
+# - Whatever two texts have in common from the start, up to the last full block, needs to be computed
+#   and kept only once.
 #
-# - Whatever two texts have in common from the start needs to be computed and kept once.
-#
-# What you have *not* seen is how a server decides who runs when there is not enough, and what it takes for the reading
-# to be as fast as memory allows. That is the second half of the book.
+# When a conversation ends, its blocks go to whoever comes next. What you have *not* seen is how a
+# server decides who runs when there is not enough, and what it takes for the reading to be as fast as
+# memory allows. That is the second half of the book.
 
 # %% tags=["hide-input"]
 print(f"a token: {spec.bytes_per_token:,} B")
@@ -398,13 +406,13 @@ print(f"a token: {spec.bytes_per_token:,} B")
 # | [03 block manager](03_block_manager) | Who owns which block? | `BlockPool`, `BlockManager` |
 # | [04 paged attention](04_paged_attention) | How does attention read scattered tokens? | `KVStore`, the oracle of every kernel |
 # | [05 guest model](05_guest_model) | How does a model we did not write use it? | a serving loop in thirty lines |
-# | 06 copy-on-write | Can two texts share a block? | fork, and who copies when |
-# | 07 sampling and beams | Many answers to one question? | shared prompts, beam search |
-# | 08 prefix hashing | Has somebody asked this before? | a cache of whole prefixes |
-# | 09 scheduling | Who runs in this step? | token budgets, chunked prompts |
-# | 10 preemption | And if memory runs out? | recompute or swap, and what each costs |
-# | 11, 12 Triton kernels | How fast can the table be read? | kernels near the speed of memory |
-# | 13 engine, 14 full speed | Does it serve? | `Engine`, which ran this page; CUDA graphs |
+# | [06 copy-on-write](06_copy_on_write) | Can two texts share a block? | fork, and who copies when |
+# | [07 sampling and beams](07_sampling_and_beams) | Many answers to one question? | shared prompts, beam search |
+# | [08 prefix hashing](08_prefix_hashing) | Has somebody asked this before? | a cache of whole prefixes |
+# | [09 scheduling](09_scheduling) | Who runs in this step? | token budgets, chunked prompts |
+# | [10 preemption](10_preemption) | And if memory runs out? | recompute or swap, and what each costs |
+# | [11](11_triton_decode), [12](12_triton_prefill) Triton kernels | How fast can the table be read? | kernels, and what bounds them |
+# | [13 engine](13_engine), [14 full speed](14_at_full_speed) | Does it serve? | `Engine`, which ran this page; CUDA graphs |
 #
 # Start with [chapter 01](01_kv_sizing) if you have never seen the inside of a language model, with
 # [chapter 03](03_block_manager) if you know what attention is and want the tables.

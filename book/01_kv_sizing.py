@@ -195,9 +195,9 @@ assert measured == 1000 * per_token
 # %% [markdown]
 # ## Units first
 #
-# Memory is sold in GB, which is $10^9$ bytes, and counted by software in GiB, which is $2^{30}$.
-# Mixing the two is the commonest slip in sums like ours, large enough to decide whether a model
-# fits. So the module begins with units, and prints the label and the divisor from one table.
+# A GB is $10^9$ bytes: bandwidths and files are given in it. A GiB is $2^{30}$: most software counts
+# memory in it. Mixing the two is the commonest slip in sums like ours, large enough to decide whether
+# a model fits. So the module begins with units, and takes the label and the divisor from one table.
 
 # %% tags=["export:sizing"]
 """How many bytes a KV cache takes: per token, per block, per sequence.
@@ -253,10 +253,14 @@ try:
     parse_bytes("80G")
 except ValueError as error:
     print("ValueError:", error)
+for card, reported in (("A100", 81_920), ("H100", 81_559)):
+    print(f'{card} "80GB", its driver: {reported:,} MiB, {format_bytes(reported * MiB, 1)}')
 
 # %% [markdown]
-# A card sold as 80 GB shows as 74.5 GiB. Nothing is missing: the divisor changed, and the label
-# with it.
+# 80 GB are 74.5 GiB: nothing is missing, the divisor changed, and the label with it. What is printed
+# on a card is another matter. Makers of GPUs are generous or mean GiB: the drivers of two cards sold
+# as "80GB" report 81,920 MiB and 81,559 MiB. So ask the driver. Where this book knows only the name
+# of a card, it takes "80 GB" at its word, which errs on the safe side.
 
 # %% [markdown]
 # ## `KVSpec`: five factors with a name
@@ -745,6 +749,11 @@ print(f"54 GiB for KV: {for_54:,} blocks of {format_bytes(llama.bytes_per_block(
       f"= {16 * for_54:,} tokens")
 print(f"weights: {format_bytes(2 * 8_030_000_000, 0, decimal=True)};",
       f"ten chats of 8,192 tokens: {format_bytes(10 * llama.bytes_for(8192))}")
+older, newer = KVSpec(95, 8, 128), models["DeepSeek-V2"]  # DeepSeek 67B has 95 layers of 8 KV heads
+for bits in (16, 6):
+    share = bits * newer.elements_per_token / (16 * older.elements_per_token)
+    print(f"DeepSeek-V2 with {bits:2} bits a number, against DeepSeek 67B with 16:",
+          f"{100 * (1 - share):.1f} % less")
 assert for_54 == 27_648 and 16 * for_54 == 442_368
 
 # %% [markdown]
@@ -752,8 +761,10 @@ assert for_54 == 27_648 and 16 * for_54 == 442_368
 # look up layers and KV heads before its parameter count. A server that pages (vLLM, SGLang,
 # TensorRT-LLM) turns the mean length into users, where one that reserves turns the limit into
 # users. And a cache of a smaller dtype or a latent (MLA) is worth as much as a larger card: the
-# DeepSeek-V2 report puts its saving at 93.3 % against its multi-head baseline
-# {cite}`deepseek2024v2`.
+# DeepSeek-V2 report puts its saving at 93.3 % against DeepSeek 67B {cite}`deepseek2024v2`. That is
+# often read as the gain of MLA over one KV head for each query head. It is not: the older model
+# shares its heads already, and the newer one is served with 6 bits a number. By our sum the latent
+# alone saves 82.2 %, and with 6 bits 93.3 %.
 #
 # The command `paged-kv size` does this sum for any model's own configuration file (appendices A2
 # and A3).

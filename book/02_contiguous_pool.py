@@ -505,9 +505,11 @@ print(pool)
 # ## Would a cleverer fit help?
 #
 # Best fit takes the shortest piece that is long enough, which keeps long pieces whole. Take
-# holes of 8 and 4 slots and requests for 4, then 8. First fit spoils the 8.
+# holes of 8 and 4 slots and requests for 4, then 8. First fit spoils the 8. (Two helpers, folded
+# here: `with_holes` makes a pool with such holes, a wall of one slot, `#`, behind each; `served`
+# counts the requests that get in.)
 
-# %%
+# %% tags=["hide-input"]
 def with_holes(fit, *holes):
     """A pool whose free pieces have the given lengths, one reserved slot behind each."""
     pool = ContiguousPool(sum(holes) + len(holes), fit)
@@ -562,8 +564,8 @@ for fit in ("first", "best"):
 # piece is a power of two and starts at a multiple of its own length. To cut, halve a piece
 # until it is just long enough. To merge, look at one place only: the buddy of the piece at
 # `start` begins at `start ^ length`. If it is free and as long, the two become one, and the
-# search goes on a size higher. Splinters cannot pile up, and the price is rounding: `+` in
-# the picture.
+# search goes on a size higher. What a cut leaves over is never an odd splinter, and the price
+# is rounding: `+` in the picture.
 
 # %%
 pool = ContiguousPool(32, "buddy")
@@ -580,7 +582,8 @@ assert pool.largest_free_run == 16
 
 # %% [markdown]
 # **Turn the knob.** Make the pool 24 slots long. Expect it to start as two pieces, of 16 and
-# 8, which never merge: the missing half of a piece of 32 is no buddy.
+# 8, which never merge: the missing half of a piece of 32 is no buddy. A and B fill it, and C is
+# refused.
 #
 # An invariant that cannot fail says nothing, so we break each one on purpose. The pool's
 # fields are private, and this is why.
@@ -618,7 +621,7 @@ for reservation in (16, 32):
 # 300 tokens leaves empty, as the window goes from 4K to 128K. Pieces of 16 slots leave at
 # most 15 slots empty, at any window.
 
-# %%
+# %% tags=["hide-input"]
 windows = [4096 << i for i in range(6)]
 empty = [1 - 300 / slots for slots in windows]
 for slots, share in zip(windows, empty):
@@ -852,8 +855,8 @@ plt.show()
 
 # %%
 wasted = 1 - 300 / window
-print(f"{llama_70b.bytes_for(300) / MiB} MiB held, {100 * wasted:.2f} % wasted,",
-      f"{stranded / GiB:.2f} GiB")
+print(f"{llama_70b.bytes_for(300) / MiB} MiB held, {100 * wasted:.2f} % wasted;",
+      f"{room} B of the {stranded / GiB:.2f} GiB lie between runs, where compaction reaches")
 print("50 GiB:", llama_70b.blocks_in(50 * GiB, 16) // llama_70b.blocks_for(300, 16), "chats")
 assert served(with_holes("best", 8, 7), requests) == 3
 

@@ -27,8 +27,8 @@ print("a request for 12 in a row is", "served" if longest >= 12 else "refused")
 #
 # :::{card} This chapter
 # - **You need**: nothing but Python and a little NumPy.
-# - **Exports**: `block_pool` (`BlockPool`, `OutOfBlocks`), `block_manager` (`BlockTables`,
-#   `BlockManager`).
+# - **Exports**: `block_pool` (`BlockPool`, `OutOfBlocks`), `block_tables` (`BlockTables`,
+#   `slot_mapping`), `block_manager` (`BlockManager`).
 # - **Device**: CPU.
 # - **Run time**: a few seconds.
 # - **You are here** 00 tour · 01 sizing · 02 contiguous pool · **03 block manager** · 04 paged
@@ -141,9 +141,6 @@ class BlockPool:
         return f"BlockPool: {free}, counts {counts}, queue {queue}"
 
 
-# %%
-print(BlockPool(num_blocks=8))
-
 # %% [markdown]
 # The queue is an `OrderedDict` used for its keys. That is a doubly linked list with an index: taking
 # from the front, adding at the back and, above all, pulling one block *out of the middle* cost the
@@ -244,19 +241,12 @@ class BlockPool(BlockPool):  # type: ignore
         assert sorted(self._free) == idle, f"I1: free {sorted(self._free)}, count 0 {idle}"
 
 
-# %%
-pool = BlockPool(num_blocks=8)
-chat_a = pool.take(3)
-print(pool)
-pool.release(chat_a)
-print(pool)
-
 # %% [markdown]
 # Ids in one call must differ. The reason is a trap of NumPy: `ref_count[[5, 5]] += 1` adds **one**,
 # because the right side is computed for both before either is stored. We could have used
 # `np.add.at`; but a row never names a block twice, so a repeated id is a mistake worth reporting.
 #
-# Now break it on purpose.
+# A chat takes two blocks and gives them back. Then break it on purpose.
 
 # %%
 def attempt(action, *args):
@@ -269,6 +259,7 @@ def attempt(action, *args):
 
 pool = BlockPool(num_blocks=8)
 chat_a = pool.take(2)
+print(pool)
 pool.release(chat_a)
 attempt(pool.release, chat_a)  # a double free
 attempt(pool.release, [8])  # a block of somebody else's pool
@@ -321,7 +312,7 @@ print("take:", pool.take(8))
 # The matrix is not as wasteful as it looks: at 16 tokens a block, a row for 4,096 tokens has 256
 # entries of 4 bytes.
 
-# %%
+# %% tags=["hide-input"]
 entries = 4096 // 16
 print(f"{entries} entries, {entries * 4 / 1024:.0f} KiB a row")
 print(f"K/V behind them, at 320 KiB a token: {4096 * 320 / 1024**2:.2f} GiB")
@@ -329,6 +320,7 @@ print(f"K/V behind them, at 320 KiB a token: {4096 * 320 / 1024**2:.2f} GiB")
 # %% [markdown]
 # A table of 1 KiB stands guard over 1.25 GiB of keys and values, in a model that keeps 320 KiB a
 # token. The first operations: open a row, put blocks behind its last one, read them, take it apart.
+# Ids are taken on trust: whoever calls has them from the pool, and the manager's `check` would tell.
 
 # %% tags=["export:block_tables"]
 """Block tables: which blocks hold each sequence, in order, in one matrix."""
@@ -778,20 +770,18 @@ class BlockManager(BlockManager):  # type: ignore
 # the tables and the queue.
 
 # %%
+from IPython.display import display
+
 from paged_kv.draw import draw_pool
 
 manager = BlockManager(num_blocks=8, block_size=4, max_seqs=4, max_seq_len=32)
 chats = {}
-history = []
 
 
 def show(event):
-    """Check, remember and draw the state after `event`."""
+    """Check and draw the state after `event`."""
     manager.check()
-    state = manager.snapshot(chats)
-    wasted = sum(len(t) * 4 - state["seq_lens"][n] for n, t in state["tables"].items())
-    history.append((event, dict(state["seq_lens"]), state["tables"], state["free"], wasted))
-    return draw_pool(state, title=event)
+    return draw_pool(manager.snapshot(chats), title=event)
 
 
 chats["A"] = manager.add(6)
@@ -820,18 +810,14 @@ print("after two tokens:", before - manager.pool.num_free, "blocks taken")
 manager.append(chats["A"])
 show("A + 2, then A + 1")
 
+# %% [markdown]
+# B takes two tokens more, and block 7 is the last one free. Then B finishes, and C runs on.
+
 # %%
 manager.append(chats["B"], 2)
-show("B + 2")
-
-# %% [markdown]
-# Block 7 is the last one free. Now B finishes, and C runs on.
-
-# %%
+display(show("B + 2"))
 manager.finish(chats.pop("B"))
-show("B finishes")
-
-# %%
+display(show("B finishes"))
 manager.append(chats["C"], 4)
 show("C + 4")
 
@@ -843,9 +829,7 @@ show("C + 4")
 
 # %%
 chats["D"] = manager.add(5)
-show("D arrives with 5")
-
-# %%
+display(show("D arrives with 5"))
 slot = slot_mapping(manager.tables.table, chats["D"], 4, 4).item()
 print(f"D's token 4: logical block {4 // 4}, block {slot // 4}, offset {slot % 4}")
 print("tokens D may still add:", 4 * 2 - 5)
@@ -906,8 +890,9 @@ for event, act, tables_then, free_then, wasted_then in by_hand:
 # - When B finishes, 2 and 6 go to the back, behind 7; D takes them. On the left, where each chat
 #   reserves, D is shut out with 8 slots free.
 #
-# **Turn the knob.** Set the block size to 2 and the number of blocks to 16 and run this section
-# again: the same slots, half the waste, about twice the entries in each table.
+# **Turn the knob.** Give the manager of the pictures 16 blocks of 2 tokens and run them again: the
+# same slots; expect 3 empty ones at the end where there were 9, nearly twice the entries in each
+# table, and room for the call that was refused.
 #
 # ## What is still wasted
 #
@@ -940,7 +925,7 @@ print(f"reserving 2,048 slots each: {100 * (1 - lengths.mean() / 2048):.1f} % em
 #
 # :::{admonition} Predict
 # :class: tip
-# A thousand chats come and go in random order, growing a token at a time. The queue's order is soon a
+# Hundreds of chats come and go in random order, growing a token at a time. The queue's order is soon a
 # complete jumble. Does the waste grow with time, as it does in a heap that fragments?
 # :::
 #
@@ -950,7 +935,7 @@ print(f"reserving 2,048 slots each: {100 * (1 - lengths.mean() / 2048):.1f} % em
 # not how much.
 # :::
 
-# %%
+# %% tags=["hide-input"]
 churn = BlockManager(num_blocks=2000, block_size=16, max_seqs=64, max_seq_len=1024)
 alive, shares = [], []
 for step in range(3000):
@@ -1016,9 +1001,10 @@ for row in measured:
 
 # %% [markdown]
 # *Figure: time of one decode step's bookkeeping against the number of running sequences, both axes
-# logarithmic. Ours is nearly flat; vLLM's rises in proportion.*
+# logarithmic. Ours rises slowly; vLLM's rises in proportion.*
 #
-# As predicted, ours is nearly flat, and at one sequence nothing is gained. Both are in Python, both on
+# As predicted, ours rises far more slowly than the number of rows, and at one sequence next to
+# nothing is gained. Both are in Python, both on
 # one core of the machine named above. vLLM's manager does more than ours at this point of the book (it
 # serves several groups of layers at once); when ours has learned prefixes and scheduling, chapters 8
 # and 9 measure again.
@@ -1032,12 +1018,12 @@ for row in measured:
 # :::{dropdown} Reasoning
 # Each is checked in full, but not row by row: the largest and the smallest row, how many different
 # ones there are, and the shortest length say that all is well, in a few passes over the batch. Only up
-# to eight rows a loop is quicker, and only a batch that fails needs it, to name the culprit. A
+# to eight rows a loop is quicker, and of larger ones only a batch that fails needs it, to name the culprit. A
 # scheduler that keeps its rows in one order still saves the passes. The cell counts the calls instead
 # of timing them.
 # :::
 
-# %%
+# %% tags=["hide-input"]
 from unittest.mock import patch
 
 crowd = BlockManager(num_blocks=800, block_size=16, max_seqs=256, max_seq_len=256)
@@ -1051,7 +1037,10 @@ for name, batches in cases:
         for rows_of_step in batches:
             crowd.append(rows_of_step)
     print(f"{name}: {counted.call_count} rows looked at in {len(batches)} steps")
-attempt(crowd.append, np.append(batch[1:], 255))
+try:
+    crowd.append(np.append(batch[1:], batch[-1]))
+except ValueError as error:
+    print("one row twice:", "..." + str(error)[-30:])
 
 # %% [markdown]
 # ## Break it
@@ -1124,12 +1113,12 @@ for tokens in (10**6, 2**20):
 # ## Real world
 #
 # - vLLM keeps the same three parts: `vllm/v1/core/block_pool.py` holds the blocks, and the queue of
-#   `vllm/v1/core/kv_cache_utils.py` links the free ones through the block objects themselves, which gives
-#   removal from the middle without a dictionary; `vllm/v1/core/kv_cache_manager.py` allocates per request; the worker's `vllm/v1/worker/block_table.py` is one int32 matrix on the
-#   device.
+#   `vllm/v1/core/kv_cache_utils.py` links the free ones through the block objects themselves, which
+#   gives removal from the middle without a dictionary; `vllm/v1/core/kv_cache_manager.py` allocates
+#   per request; the worker's `vllm/v1/worker/block_table.py` is one int32 matrix on the device.
 # - SGLang allocates at the grain of a token or of a block (`srt/mem_cache/allocator/token.py` and
-#   `srt/mem_cache/allocator/paged.py`) and maps requests to slots in `srt/mem_cache/memory_pool.py`, a matrix `req_to_token` with one entry a *token*: no division, and
-#   $B$ times the entries.
+#   `srt/mem_cache/allocator/paged.py`) and maps requests to slots in `srt/mem_cache/memory_pool.py`,
+#   a matrix `req_to_token` with one entry a *token*: no division, and $B$ times the entries.
 # - TensorRT-LLM has a block manager in C++ (`cpp/tensorrt_llm/batch_manager/kvCacheManager.cpp`); its free
 #   queues, by priority, are in `cpp/tensorrt_llm/batch_manager/evictionPolicy.cpp`.
 # - vAttention {cite}`prabhu2024vattention` leaves the table to the GPU's own virtual memory: contiguous

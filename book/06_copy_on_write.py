@@ -361,8 +361,8 @@ for event, act, tables_then, counts_then, free_then, copies_then in by_hand:
     print(f"{event:20}{rows_text:20}{state['ref_counts'][:3]!s:16}{free_text:12}{copies or '-'}")
 
 # %% [markdown]
-# **Turn the knob.** Give the prompt eight tokens in place of six and run this section again; expect no
-# copy at all, and a fresh block for each of the two.
+# **Turn the knob.** Where A is made, above, give it eight tokens in place of six, and run its fork and the
+# two steps again; expect no copy at all, and a fresh block for each of the two.
 #
 # ## Three rows, one tail
 #
@@ -415,7 +415,7 @@ print("without D:", make_writable(manager, rows[:2]))
 # To see real bytes, the store below keeps letters: each token's key is its character code. Two layers
 # stand for the eighty.
 
-# %%
+# %% tags=["hide-input"]
 import torch
 
 from paged_kv.block_tables import slot_mapping
@@ -450,6 +450,7 @@ write(store, manager, chats["A"], "I like")
 chats["B"], chats["C"] = fork_many(manager, [chats["A"]] * 2)
 
 
+# %%
 def say(**texts):
     """One step: each chat named gets the letters given; return the copies made."""
     rows = [chats[name] for name in texts]
@@ -463,6 +464,7 @@ def say(**texts):
     return pairs
 
 
+# %%
 print("copies", say(A="ly", B=" tea", C=" it."))
 print({name: read(store, manager, row) for name, row in chats.items()})
 
@@ -480,6 +482,8 @@ print({name: read(store, manager, row) for name, row in chats.items()})
 from paged_kv.kv_store import resolve_copies
 
 print(resolve_copies([(1, 5), (5, 6)]), resolve_copies([(1, 5), (3, 1)]))
+
+# %% tags=["hide-input"]
 rng = np.random.default_rng(0)
 for _ in range(2000):
     program = [tuple(rng.integers(0, 6, 2).tolist()) for _ in range(rng.integers(1, 12))]
@@ -664,7 +668,7 @@ print("once its other holder has left, writing raises", raised, "copies", pairs)
 # Three mistakes, each made on purpose, each seen in the bytes. The first forgets the copy: it
 # takes a block and rewires the table, but hands nothing to the store.
 
-# %%
+# %% tags=["hide-input"]
 def fresh_pair(text="I like"):
     """A and its fork B over `text`, in a new pool and store."""
     manager, store = BlockManager(6, 4, 4, 24), KVStore(letters, 6, 4)
@@ -684,6 +688,7 @@ def report(mistake, manager, store, **rows):
     print(f"{mistake:22} check: {verdict:7} {texts}")
 
 
+# %%
 manager, store, a, b = fresh_pair()
 make_writable(manager, a)  # the pairs are dropped
 manager.append(a)
@@ -766,7 +771,7 @@ for row, prompt_len in zip(result["rows"][::2], (506, 2010)):
 # named in the output: `batch_repeat_interleave` and then one token, and `reorder_cache`. Time is for the
 # cache's part of the step only, bookkeeping and copies and the new token's K/V, without the model. The
 # bytes came out as predicted (the cell asserts it), the times as feared: on the GPU a step moves
-# hundreds of times fewer bytes and is only a few times faster. What does not shrink is memory: there
+# more than a hundred times fewer bytes and is only a few times faster. What does not shrink is memory: there
 # the whole caches hold what they copy, and the tables the figure printed after "holds".
 #
 # What this leaves out: attention through a table is not free (chapter 11 measures it), and at a prompt
@@ -784,7 +789,7 @@ for row, prompt_len in zip(result["rows"][::2], (506, 2010)):
 #   content, which is chapter 8.
 # :::
 
-# %%
+# %% tags=["hide-input"]
 print(f"four ways: {4 * prompt / prompt:.1f} times")
 manager, store, a, b = fresh_pair("I like x")
 print("diverging behind a full block:", copies_needed(manager, [a, b]), "copies")
@@ -808,11 +813,11 @@ print("the same word, written apart:", [manager.tables.ids(row)[2] for row in (a
 # ## Real world
 #
 # - vLLM began with what this chapter does: the block manager of its first generation forked sequences and
-#   returned pairs to copy. Today's `vllm/v1/core/kv_cache_manager.py` does not fork: parallel samples are
+#   returned pairs to copy. `vllm/v1/core/kv_cache_manager.py` of vLLM 0.23 does not fork: parallel samples are
 #   requests of their own (`vllm/v1/engine/parallel_sampling.py`) that find the prompt's full
 #   blocks in the prefix cache and compute the partial tail again. That trades a copied block for at
 #   most $B - 1$ recomputed tokens and one mechanism less.
-# - SGLang shares through a tree of prefixes (`srt/mem_cache/radix_cache.py`); at a grain of one token there
+# - SGLang shares through a tree of prefixes (`python/sglang/srt/mem_cache/radix_cache.py`); at a grain of one token there
 #   is no partly filled block, and no copy.
 # - TensorRT-LLM's `cpp/tensorrt_llm/batch_manager/kvCacheManager.cpp` shares the context blocks of beams, and
 #   its attention follows a second table which says, for each step and beam, whose token to read.
@@ -962,5 +967,5 @@ assert manager.pool.num_free == 10
 #   {cite}`arpaci2018ostep`.
 # - The source: section 4.4 of the PagedAttention paper {cite}`kwon2023paged`, on parallel sampling and beam
 #   search over shared blocks.
-# - Deep: [speculative decoding](https://arxiv.org/abs/2211.17192) (Leviathan, Kalman and Matias, 2023), the
-#   reason why a cache must be able to take tokens back.
+# - Deep: speculative decoding {cite}`leviathan2023speculative`, the reason why a cache must be able to take
+#   tokens back.

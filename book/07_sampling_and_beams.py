@@ -200,7 +200,6 @@ def prefill(
         raise
 
 
-# %% tags=["export:sampling"]
 def decode(
     guest: PagedModel, manager: BlockManager, rows: Sequence[int], tokens: Sequence[int]
 ) -> Tensor:
@@ -266,7 +265,7 @@ def parallel_sample(
         for row in state.running.values():
             manager.finish(row)
 
-# %%
+# %% tags=["hide-input"]
 from paged_kv.hf_adapter import host, load_guest
 
 model, tokenizer = load_guest()
@@ -280,6 +279,7 @@ def chat(question):
     return form["input_ids"]
 
 
+# %%
 prompt = chat(
     "A friend of mine is going to open a small bakery in the old harbour, next to the fish market, "
     "and wants to sell bread, cakes and coffee from six in the morning. Suggest a name for it."
@@ -299,24 +299,37 @@ print(len(prompt), "tokens in the prompt,", len(prompt) % 16, "of them in the la
 # and 15 tokens for each, 133 in all, against four prompts and the same 60, 352.
 # :::
 
-# %%
+# %% tags=["hide-input"]
 from collections import Counter
+from contextlib import contextmanager
 
 from paged_kv.copy_on_write import blocks_held
 from paged_kv.sizing import blocks_for
 
+
+@contextmanager
+def counting(store):
+    """Within it, a Counter of the blocks that `store` copies."""
+    work, plain_copy = Counter(), store.copy_blocks
+    store.copy_blocks = lambda pairs: (work.update(copies=len(pairs)), plain_copy(pairs))
+    try:
+        yield work
+    finally:
+        store.copy_blocks = plain_copy
+
+
+# %%
 manager = BlockManager(num_blocks=120, block_size=16, max_seqs=32, max_seq_len=256)
 params = [SamplingParams(temperature=0.9, top_p=0.95, seed=seed) for seed in range(4)]
-stop_ids = {tokenizer.eos_token_id}
-work, held, apart = Counter(), [], []
-plain_copy = guest.store.copy_blocks
-guest.store.copy_blocks = lambda pairs: (work.update(copies=len(pairs)), plain_copy(pairs))
-for state in parallel_sample(guest, manager, prompt, params, 16, stop_ids):
-    rows = list(state.running.values())
-    held.append(len(blocks_held(manager, rows)))
-    apart.append(sum(blocks_for(int(n), 16) for n in manager.tables.seq_lens[rows]))
-guest.store.copy_blocks = plain_copy
+stop_ids, held, apart = {tokenizer.eos_token_id}, [], []
+with counting(guest.store) as work:
+    for state in parallel_sample(guest, manager, prompt, params, 16, stop_ids):
+        rows = list(state.running.values())
+        held.append(len(blocks_held(manager, rows)))
+        apart.append(sum(blocks_for(int(n), 16) for n in manager.tables.seq_lens[rows]))
 manager.check()
+
+# %%
 print("blocks held:", held[0], "after the prompt,", max(held), "at most; apart:", max(apart))
 print("copies:", work["copies"], " all free again:", manager.pool.num_free == 120)
 fed = sum(len(ids) - 1 for ids in state.output)
@@ -325,10 +338,14 @@ for ids in state.output:
     print("-", " ".join(tokenizer.decode(ids).split()))
 
 # %% [markdown]
+# **Turn the knob.** Draw eight samples, `range(8)`; expect seven copies, the same five blocks after the
+# prompt, and the first four texts as they were. One of the new ones is short, and its blocks come back
+# before the others are done.
+#
 # Is each what it would have been alone? The reference shares nothing with ours but the die: it runs each
 # sample by itself, with the cache of transformers.
 
-# %%
+# %% tags=["hide-input"]
 import transformers
 
 warnings.filterwarnings("ignore", message=".past_key_values. is deprecated")
@@ -346,6 +363,7 @@ def sample_alone(model, prompt, one, count):
     return output
 
 
+# %%
 alone = [sample_alone(model, prompt, one, 16) for one in params]
 print("equal to four independent runs:", state.output == alone)
 print("tokens compared:", sum(len(ids) for ids in alone))
@@ -353,7 +371,7 @@ print("tokens compared:", sum(len(ids) for ids in alone))
 # %% [markdown]
 # Equal, token by token. This is not a law: the model's logits for a row differ in their last bits with the batch
 # around it, and a die that falls on the very edge between two tokens may go the other way. The chance of it
-# is about the size of that noise, one in some hundred thousand a token.
+# is about the size of that noise: small a token, not zero over many.
 #
 # Memory over the steps, ours and apart:
 
@@ -376,8 +394,8 @@ print("forked", *held)
 # *Figure: blocks held by four samples of one prompt against the step. Apart they begin with four prompts;
 # forked they begin with one, and grow by the same blocks.*
 #
-# A fork itself is bookkeeping of microseconds, and its cost does not hide a tail: it takes no lock and
-# no memory. The numbers are from the benchmark of chapter 6.
+# A fork itself is bookkeeping of some tens of microseconds, and its cost hides no long tail: it takes no
+# lock and no block. The numbers are from the benchmark of chapter 6.
 
 # %% tags=["hide-input"]
 import json
@@ -401,8 +419,10 @@ follows = {
     "cat": {"sat": 0.35, "ran": 0.3, "slept": 0.25, ".": 0.1},
     "dog": {"barked": 0.9, ".": 0.1},
 }
+print(f"greedy: the cat sat, {0.6 * 0.35:.2f}; but the dog barked: {0.4 * 0.9:.2f}")
 
 
+# %% tags=["hide-input"]
 def next_log_probs(texts):
     """The language's verdict on the next word of each text, as a model would give it."""
     table = torch.full((len(texts), len(words)), 1e-6)
@@ -412,8 +432,6 @@ def next_log_probs(texts):
             table[row, words.index(word)] = p
     return table.log()
 
-
-print(f"greedy: the cat sat, {0.6 * 0.35:.2f}; but the dog barked: {0.4 * 0.9:.2f}")
 
 # %% [markdown]
 # With $k$ beams, both beginnings live on and the second step decides. The rules are few:
@@ -571,6 +589,9 @@ for penalty in (0.0, 1.0, 2.0):
     print(f"penalty {penalty}: {found}")
 
 # %% [markdown]
+# **Turn the knob.** Search with one beam, `BeamSearch(1, 4, ...)`; expect greedy's text, "cat sat .", and no
+# other. With four, the two likeliest stay in front, and "cat ran ." and "cat slept ." come behind them.
+#
 # ## Tables that follow the beams
 #
 # Each step yields parents, and the rows must follow. A beam with children hands its row to the first of them,
@@ -664,7 +685,7 @@ def step_beams(
 # Here is a tiny guest, so that the tables can be seen: two layers, random weights, blocks of four tokens and three beams
 # for chat A.
 
-# %%
+# %% tags=["hide-input"]
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from paged_kv.draw import draw_pool
@@ -683,6 +704,7 @@ def small_again():
     return BlockManager(num_blocks=12, block_size=4, max_seqs=4, max_seq_len=32)
 
 
+# %%
 small = small_again()
 search = BeamSearch(num_beams=3, max_new_tokens=6)
 shots = []
@@ -711,6 +733,8 @@ questions = [
     "What is 2 + 3? Answer with a number.",
 ]
 prompts = [chat(question) for question in questions]
+
+# %%
 searches = [BeamSearch(4, 10, stop_ids) for _ in prompts]
 groups_seen = [sum(len(g) for g in groups.values())
                for groups in run_beams(guest, manager, prompts, searches)]
@@ -721,7 +745,7 @@ for question, search in zip(questions, searches):
     print(f"{best.score:7.3f} {question} -> {tokenizer.decode(best.ids)}")
 
 
-# %%
+# %% tags=["hide-input"]
 def by_transformers(model, prompt, num_beams, new_tokens, stop_ids, **options):
     """(ids, score) of each text that transformers' own beam search returns."""
     ids = torch.tensor([prompt])
@@ -736,6 +760,7 @@ def by_transformers(model, prompt, num_beams, new_tokens, stop_ids, **options):
     return list(zip(texts, result.sequences_scores.tolist()))
 
 
+# %%
 equal, worst, early = 0, 0.0, 0
 for prompt_ids, search in zip(prompts, searches):
     reference = by_transformers(model, prompt_ids, 4, 10, stop_ids)
@@ -757,7 +782,7 @@ print(f"{equal} of {len(prompts)} searches equal in all four texts;",
 # nothing but partly filled tails. A claim about bytes can be checked: put a spy between the model and the
 # store, which notes for each copy how full its source is, and for each write which slots.
 
-# %%
+# %% tags=["hide-input"]
 import copy
 
 from paged_kv.hf_adapter import guest_spec
@@ -794,7 +819,7 @@ class Spy:
             self.notes["other blocks touched"] += len(touched - set(targets))
 
 
-# %%
+# %% tags=["hide-input"]
 def spied(num_beams, new_tokens):
     """The five searches under the spy: what moved, and the bytes."""
     spy = Spy(guest.store, manager)
@@ -815,6 +840,7 @@ def host_with(store):
     return other
 
 
+# %%
 notes, computed, reorder = spied(4, 10)
 copied = notes["copies of partly filled blocks"]
 print(dict(notes))
@@ -861,7 +887,7 @@ print(f"as transformers: {agree} of {len(settings)}")
 # If a share $s$ of a sequence's blocks is common to all $n$, then of $n$ blocks there $n - 1$ are saved: the saving is
 # $s (n - 1) / n$. From each published number follows an $s$.
 
-# %%
+# %% tags=["hide-input"]
 published = {"samples": (6.09, 8.53, 9.79), "beams": (37.56, 53.13, 55.16)}
 for kind, savings in published.items():
     shares = [saving * n / (n - 1) for saving, n in zip(savings, (2, 4, 6))]
@@ -915,7 +941,7 @@ for row in result["rows"]:
 #   generator for the batch, a neighbour that finishes changes everybody's text.
 # :::
 
-# %%
+# %% tags=["hide-input"]
 shot = shots[-1]
 named = sum(len(ids) for ids in shot["tables"].values())
 print(f"three beams name {named} blocks and hold {shot['num_blocks'] - len(shot['free'])}")
@@ -942,9 +968,9 @@ print("one draw a seed and step:", sample(many[1:], five[1:], [7] * 4) == togeth
 # ## Real world
 #
 # - vLLM runs parallel samples as requests of their own (`vllm/v1/engine/parallel_sampling.py`) that meet in
-#   the prefix cache. Beam search has left its engine: it is a loop above it which submits each beam anew as a
-#   request of one token.
-# - SGLang does the same for samples with its tree of prefixes (`srt/mem_cache/radix_cache.py`).
+#   the prefix cache. Beam search has left its engine: it is a loop above it (the state in `vllm/beam_search.py`) which submits
+#   each beam anew as a request of one token.
+# - SGLang does the same for samples with its tree of prefixes (`python/sglang/srt/mem_cache/radix_cache.py`).
 # - TensorRT-LLM has beam search on the GPU: context blocks are shared, and generated tokens are found through a
 #   table of ancestors, so that not even tails are copied (`cpp/tensorrt_llm/batch_manager/kvCacheManager.cpp`).
 # - transformers reorders the whole cache in each step: `reorder_cache` in `cache_utils.py`.
@@ -1067,5 +1093,5 @@ assert with_all[:3] == one_left[:3] and with_all[3:] != one_left[3:]
 # - Gentle: the [blog post on ways to generate text](https://huggingface.co/blog/how-to-generate) by the
 #   makers of transformers.
 # - The source: sections 4.4 and 6.3 of the PagedAttention paper {cite}`kwon2023paged`.
-# - Deep: [nucleus sampling](https://arxiv.org/abs/1904.09751) (Holtzman and others, 2019), on why the likeliest text is often a
-#   dull one, and what top-p is for.
+# - Deep: nucleus sampling {cite}`holtzman2020curious`, on why the likeliest text is often a dull one, and
+#   what top-p is for.

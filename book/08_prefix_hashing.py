@@ -70,7 +70,7 @@ for what, users, shared in [("requests", 1000, 2000), ("agent sessions", 500, 30
 # ```
 #
 # Only full blocks get a name. A partly filled one will be written again, and what is written must not be
-# shared (I3). And whatever else shapes K/V belongs in the name: an adapter, a picture in place of some
+# shared (I3). And whatever else shapes K/V belongs in the name: an adapter (small extra weights), a picture in place of some
 # tokens. We put what holds for a whole sequence before its first block, as a *root*.
 #
 # :::{admonition} Predict
@@ -107,7 +107,7 @@ print("blocks:", len(a), " names that A and B share:", len(set(a) & set(b)))
 # %% [markdown]
 # ## What a collision costs
 #
-# SHA-256 is slow for this purpose, and a tempting key has 64 bits: multiply what you have by an odd
+# SHA-256, 32 bytes that nobody can make two texts share, is slow for this purpose, and a tempting key has 64 bits: multiply what you have by an odd
 # constant, add the next token. By chance, two of a million blocks collide with a probability of about
 # $10^{12} / 2^{65}$, which nobody needs to fear. But a prompt is not chance. Its author chooses it.
 #
@@ -188,8 +188,8 @@ print("its bytes are the victim's:", torch.equal(store.keys(0)[hit], secret))
 
 # %% [markdown]
 # The attacker's model now attends to the victim's keys and values, and its answer depends on them. This
-# is no theory. Megatron-LM named its blocks by a polynomial until 2026 (pull request 4158 replaced it by SHA-256, with
-# 31 in place of our multiplier: one token up by 1, its neighbour down by 31); vLLM went from Python's `hash` to SHA-256 (pull request
+# is no theory. Megatron-LM named its blocks by such a polynomial until 2026, with 31 in place of our multiplier, so that
+# one token up by 1 and its neighbour down by 31 collide (pull request 4158 replaced it by SHA-256); vLLM went from Python's `hash` to SHA-256 (pull request
 # 15297); a TODO in openvino.genai still says that tokens should be compared (issue 3722).
 #
 # There are two ways out. Use a digest so wide and so well mixed that nobody can construct a collision; or
@@ -228,7 +228,7 @@ assert all(row["us_block_lists"] >= keys[-2]["us_block_lists"] for row in keys[:
 
 # %% [markdown]
 # *Figure: time to name and find one block of 16 tokens by each kind of key, from lists and from arrays of
-# int32. Interning of token bytes is the shortest bar in both.*
+# int32 (vLLM takes lists only). Interning of token bytes is the shortest bar in both.*
 #
 # Interning is exact *and* the quickest, on the machine named in the output: it does less. vLLM's row is its
 # naming alone, without a look-up. Tuples of Python integers would save the conversion of lists, but need
@@ -372,6 +372,7 @@ assert len({encode_parts([pair]) for pair in pairs}) == len(pairs)
 # | `block`, `twins` | the block that holds its K/V, -1 for none, and further ones |
 # | `children` | how many nodes stand behind it |
 # | `trail` | a long walk that began here: tokens, and the nodes they led to |
+# | `digest` | its SHA-256, once somebody has asked for it |
 #
 # A node lives while a block or a child needs it. If a parent loses its block, its children stay, named
 # as before: compute the parent again and they are found again. When the last need goes, the node goes, and its
@@ -397,7 +398,12 @@ class Node:
     @property
     def parent_key(self) -> Key:
         """The id of the parent, or the root."""
-        return self.parent.id if isinstance(self.parent, Node) else self.parent
+        return key_of(self.parent)
+
+
+def key_of(above: Node | bytes) -> Key:
+    """The key of a node, or the root itself."""
+    return above.id if isinstance(above, Node) else above
 
 
 # %% tags=["export:prefix_keys"]
@@ -434,23 +440,24 @@ class KeyTree:
 
 # %% tags=["export:prefix_keys"]
 class KeyTree(KeyTree):  # type: ignore
-    def intern(self, parents: Iterable[Node | bytes], chunks: Iterable[bytes]) -> list[Node]:
+    def intern(self, parents: Iterable[Node | bytes], chunks: Iterable[bytes]) -> Iterator[Node]:
         """The node of each chunk behind its parent, made where there is none yet.
 
         Where parents run out, the node before is the parent: a chain has one, above its first.
         """
-        nodes, by_id, serial, found = self.nodes, self.by_id, self._next_id, list[Node]()
+        nodes, by_id = self.nodes, self.by_id
+        above: Node | bytes = b""
         for parent, chunk in zip(chain(parents, repeat(None)), chunks):
-            above = found[-1] if parent is None else parent
+            above = above if parent is None else parent
             place = (above.id if isinstance(above, Node) else above), chunk
             if (node := nodes.get(place)) is None:
+                serial = self._next_id
                 nodes[place] = by_id[serial] = node = Node(serial, above, chunk)
-                serial += 1
+                self._next_id = serial + 1
                 if isinstance(above, Node):
                     above.children += 1
-            found.append(node)
-        self._next_id = serial
-        return found
+            above = node
+            yield node
 
     def prune(self, node: Node) -> None:
         """Drop `node` if nothing needs it, and then its ancestors likewise."""
@@ -637,15 +644,15 @@ class BlockNames(BlockNames):  # type: ignore
         parents: Iterable[Node | bytes],
         chunks: Iterable[bytes],
         places: NDArray[np.integer[Any]],
-    ) -> list[Key]:
+    ) -> list[Node]:
         """Name each block of `places` by its chunk, see `KeyTree.intern`; named ones keep theirs.
 
-        Returns: their keys.
+        Returns: the node of each.
         """
-        named, quiet, given = self.named, self.events is None, 0
-        nodes = self.tree.intern(parents, chunks)
+        named, quiet, given, nodes = self.named, self.events is None, 0, list[Node]()
         self.epochs[places] = self.pool.epoch[places]
-        for node, block in zip(nodes, places.tolist(), strict=True):
+        for node, block in zip(self.tree.intern(parents, chunks), places.tolist(), strict=True):
+            nodes.append(node)
             if named[block] is None:
                 named[block] = node
                 given += 1
@@ -654,15 +661,14 @@ class BlockNames(BlockNames):  # type: ignore
                 else:
                     self._hold(node, block)
         self.given += given
-        return [node.id for node in nodes]
+        return nodes
 
 
 # %% tags=["export:block_names"]
 class BlockNames(BlockNames):  # type: ignore
     def take_away(self, ids: list[int]) -> None:
         """Let `ids` have no name; those that have none are left alone."""
-        for block in ids:
-            node = self.named[block]
+        for block, node in zip(ids, map(self.named.__getitem__, ids), strict=True):
             if node is None:
                 continue
             self.named[block] = None
@@ -704,7 +710,7 @@ class BlockNames(BlockNames):  # type: ignore
 # ## Match, publish, forget
 #
 # The cache itself is what is left: three verbs. `match` finds the longest chain, and changes nothing. `publish`
-# makes blocks findable once their tokens are known. `forget` is told by whoever takes blocks, in the
+# makes blocks findable once their tokens are known. `forget` is called by whoever takes blocks, in the
 # same step.
 #
 # `match` never returns a whole prompt. One token at least has to be computed, or there would be no logits to sample
@@ -875,8 +881,8 @@ class PrefixCache(PrefixCache):  # type: ignore
         chunks = filled_chunks(tokens, self.block_size, len(places), parts)
         above = names.tree.above(parent)
         names.refuse(places, names.tree.known(parent, chunks))
-        keys = names.add([above], chunks, places)
-        return keys[-1] if keys else parent
+        nodes = names.add([above], chunks, places)
+        return nodes[-1].id if nodes else parent
 
     def publish_each(
         self, parents: Sequence[Key], tokens: NDArray[np.int32], ids: BlockIds
@@ -888,7 +894,7 @@ class PrefixCache(PrefixCache):  # type: ignore
         chunks = filled_chunks(tokens.reshape(-1), self.block_size, len(places), NO_PARTS)
         above = list(map(names.tree.above, parents))
         names.refuse(places, map(names.tree.nodes.get, zip(parents, chunks, strict=True)))
-        return names.add(above, chunks, places)
+        return [node.id for node in names.add(above, chunks, places)]
 
     def publish_chunks(
         self, parents: Sequence[Key], chunks: Sequence[bytes], places: NDArray[np.integer[Any]]
@@ -896,7 +902,7 @@ class PrefixCache(PrefixCache):  # type: ignore
         """`publish_each` without its checks: for a caller whose own rows hold `places`."""
         by_id = self.names.tree.by_id
         above = [by_id[key] if isinstance(key, int) else key for key in parents]
-        return self.names.add(above, chunks, places.astype(np.int64))
+        return [node.id for node in self.names.add(above, chunks, places)]
 
 # %% [markdown]
 # Now a run by hand with $B = 4$ and 8 blocks. Chat A brings ten tokens; B begins with the same eight.
@@ -1181,7 +1187,8 @@ print("computed tokens, no salt: ", probe(guesses, (None, None)))
 print("computed tokens, salted:  ", probe(guesses, ("tenant 1", "tenant 2")))
 
 # %% [markdown]
-# Unsalted, the right guess computes one token where the wrong one computes five. With a salt for each tenant in the root,
+# Unsalted, the right guess computes one token where the wrong one computes five. With a salt for each tenant
+# (a customer apart from the others) in the root,
 # every guess of a given length costs the same, whatever anybody else has sent. Isolation has a price: what two tenants both send is
 # kept twice. So salts follow trust: one a tenant, or one for each user, or none for a public system prompt. A lab
 # measures the channel in real times to the first token.
@@ -1335,13 +1342,13 @@ for row in result["sweep"]:
 # *Figure: the quotient of the two times against the number of tokens that each request decodes.*
 #
 # With one token, which is all prefill, the quotient is that of naming, looking up and allocating; each token more adds a step in which
-# 64 requests cost us one batch and vLLM 64 calls. For the shared prompt the quotient therefore rises with the length of the answers: a single
+# 64 requests cost us one batch and vLLM 64 calls. For the shared prompt the quotient is therefore largest where answers are long: a single
 # figure says as much about the workload as about the two programs. The agent sessions hardly depend on it. Their pool is full, so
 # with every block taken a name is lost, here and there.
 #
 # Hit rates are equal, as they should be: with the same prompts, the same rule and the same queue, both find the same tokens. A test drives vLLM's
 # manager and ours through random programs and compares found tokens, tables and the free queue after each operation. vLLM's does more than ours
-# here: it can hold several groups of layers with different windows.
+# here: it can hold several groups of layers with different windows. Short prompts that nobody repeats were not measured.
 #
 # ## Mistakes in circulation
 #
@@ -1351,7 +1358,7 @@ for row in result["sweep"]:
 # - That prompt is drawn as ~~8 blocks of together 640 MiB~~. It has 125 blocks; 8 of them are 40 MiB.
 # - vLLM is said to have ~~no isolation of tenants~~. It has a salt in each request, `cache_salt`, which is mixed into the first
 #   block's hash.
-# - A name made of the block's own tokens is said to be ~~enough for full blocks~~. The first cell of this chapter.
+# - A name made of the block's own tokens is said to be ~~enough for full blocks~~. The first cell of this chapter shows what comes of it.
 # :::
 
 # %%
@@ -1376,7 +1383,7 @@ print(f"{token // 2**10} KiB a token: {1000 * 2000 * token / 2**30:.2f} GiB; one
 #   `vllm/v1/core/block_pool.py`. A collision would go unnoticed, so its default is SHA-256. Events for routers are in `vllm/distributed/kv_events.py`.
 # - SGLang keeps a radix tree over token ids {cite}`zheng2024sglang`, in `python/sglang/srt/mem_cache/radix_cache.py`: tokens are compared, at a grain of one or of a
 #   page, an extra key keeps tenants and adapters apart, and the eviction order is an option. Its paper reports hit rates of 50 % to 99 % on its benchmarks, 52.4 % and 74.1 % in production {cite}`zheng2024sglang`.
-# - TensorRT-LLM gives each block a map of those that follow it, keyed by tokens, adapter and extra ids, which are compared; it can
+# - TensorRT-LLM gives each block a map of those that follow it, keyed by tokens, adapter, extra ids and salt, which are compared; it can
 #   reuse a part of a block by copying it (`cpp/tensorrt_llm/batch_manager/kvCacheManager.cpp`).
 # - Mooncake {cite}`qin2025mooncake` shares prefixes between machines, by chained hashes.
 #
@@ -1405,7 +1412,7 @@ assert (apart, shared) == (175_200, 25_787)
 # :::{exercise}
 # :label: ex-08-trace
 # **Trace.** $B = 4$, a pool of 2. A prompt of 8 tokens runs and finishes; then one of 3 tokens does. What does a look-up of the first prompt find, if it asks
-# with one token more? (Case A4 of a real system found both, and read the second's bytes.)
+# with one token more? (After vLLM's issue 4761, where an evicted block stayed in the table.)
 # :::
 #
 # :::{solution} ex-08-trace

@@ -28,15 +28,15 @@ print("tokens:", held, "of 10 each; nobody will ever finish")
 
 # %% [markdown]
 # Either chat alone would have ended in four steps. Together they hold all blocks, each needs one more,
-# and neither gives any back before it ends. It will not get better by waiting.
+# and neither gives any back before it ends.
 #
 # **The question.** Who runs which tokens in the next step, in which blocks, so that every request
 # ends?
 #
 # :::{card} This chapter
 # - **You need**: chapters 3, 6 and 8; chapter 5 for the real model at the end.
-# - **Exports**: `request` (`Request`), `row_state`, `residents`, `step_plan` (`StepPlan`), `ledger`,
-#   `admission`, `scheduler` (`Scheduler`).
+# - **Exports**: `request` (`Request`), `row_state`, `residents`, `turns`, `step_plan` (`StepPlan`), `ledger`,
+#   `admission`, `in_flight`, `scheduler` (`Scheduler`).
 # - **Device**: CPU.
 # - **Run time**: half a minute.
 # - **You are here**: 00 tour · 01 sizing · 02 contiguous pool · 03 block manager · 04 paged
@@ -77,12 +77,11 @@ print(f"bulk: {bulk[20] - drip[20]} blocks at once; in chunks at most "
 assert (bulk - drip).sum() == (chunked - drip).sum() == 125
 
 # %% [markdown]
-# *Figure: blocks taken in each step by 64 decoding chats and by one prompt of 2,000 tokens, whole above
-# and in chunks below. The prompt whole takes 125 blocks in one step, in chunks eight a step.*
+# *Figure: blocks taken in each step by 64 decoding chats and by one prompt of 2,000 tokens, whole
+# above (125 blocks in one step) and in chunks below (eight a step).*
 #
 # A prompt need not be paid at once. Attention does not care in how many steps the K/V of a prompt are
-# written, so a half-done prefill is a row of ordinary blocks, a little shorter than it will be. Cut into
-# chunks, it takes its blocks in instalments, and the chats that decode beside it never wait for 2,000
+# written. Cut into chunks, it takes its blocks in instalments, and the chats that decode beside it never wait for 2,000
 # tokens to pass: a step runs as many tokens as its *budget* says, decodes first {cite}`agrawal2024sarathi`.
 #
 # So the unit of scheduling is the token and not the request, and there is no "prefill phase". A row has
@@ -91,7 +90,7 @@ assert (bulk - drip).sum() == (chunked - drip).sum() == 125
 #
 # ## What a user asks for
 #
-# Seven modules follow, each a page or two. The first is the vocabulary: what a request may ask for, and what
+# Nine modules follow. The first is the vocabulary: what a request may ask for, and what
 # comes back.
 
 # %% tags=["export:request"]
@@ -206,9 +205,8 @@ def check_numbers(request: Request) -> None:
 
 
 # %% [markdown]
-# The array of the prompt is copied and made read-only: a request stays for minutes, and its user may go on
-# with the list. A request with `n` samples or with beams is one thing to its user, so it is one thing to the
-# scheduler, a *group*: admitted, thrown out and ended as a whole.
+# The prompt is copied and made read-only, since its user may go on with the list. A request with `n` samples or with beams
+# is one thing to its user, so it is one thing to the scheduler, a *group*: admitted, thrown out and ended as a whole.
 
 # %% tags=["export:request"]
 @dataclass(frozen=True)
@@ -343,8 +341,7 @@ print("as a tree", blocks_of_tree(group, 4), "blocks, apart", 4 * 3)
 # The tree needs 7 blocks where four replays apart would need 12, and it is the 7 that admission will count.
 #
 # Whoever has no row waits in one queue, ordered by priority and then by arrival. A group that was thrown out
-# keeps its number, so it returns to its old place. One that is aborted in the middle of the heap stays as a mark
-# until it surfaces.
+# keeps its number, so it returns to its old place.
 
 # %% tags=["export:request"]
 class WaitingQueue:
@@ -384,7 +381,7 @@ class WaitingQueue:
 # %% [markdown]
 # ## What is known of a row
 #
-# A step over 256 rows must not cost 256 Python loops. What the scheduler knows of a running text lies in
+# A step over 256 rows must not cost 256 turns of a Python loop. What the scheduler knows of a running text lies in
 # arrays with one entry a row of the block table, so that one operation reads or writes it for the whole batch.
 #
 # | array | counts |
@@ -528,7 +525,7 @@ print("B says 8: stopped, full =", state.record(rows[1:], ends[1:] + 1, np.array
 # %% [markdown]
 # ## Moving in, moving out
 #
-# `Residents` keeps rows, blocks and tenants in step. It takes no decision. It also keeps a journal for
+# `Residents` keeps rows, blocks and tenants in step, and a journal for
 # the device, which has its own copy of the block table: which rows have a new tenant, which are closed, which
 # entries differ. Sending only those keeps the upload small.
 
@@ -548,7 +545,7 @@ from paged_kv.block_manager import BlockManager
 from paged_kv.block_tables import BlockTables, extend_by_one
 from paged_kv.copy_on_write import fork, guarded_tails, make_writable, rewind, rewire
 from paged_kv.prefix_cache import PrefixCache, admit_cached, give_back
-from paged_kv.prefix_keys import Key
+from paged_kv.prefix_keys import Node, key_of
 
 NEVER = 2**40  # so many blocks count as published that no more will be
 
@@ -581,7 +578,7 @@ class Residents:
     State
         rows      RowState, one entry a row.
         running   int64 [n]: the rows with a tenant, in the order in which they moved in.
-        keys      {row: key of its last published block, or its root}.
+        above     {row: the node of its last published block, or its root}.
         branching {serial: group}: those with samples that have no row yet.
         reserved  rows that the running groups have or will need.
         opened, closed, whole, cells   what the next plan has to tell the device; and `grown`,
@@ -597,7 +594,7 @@ class Residents:
         max_seqs = len(manager.tables.table)
         self.rows = RowState(max_seqs, manager.tables.max_seq_len, manager.block_size)
         self.running = NONE
-        self.keys: dict[int, Key] = {}
+        self.above: dict[int, Node | bytes] = {}
         self.generation = 0 if cache is None else cache.generation
         self.branching: dict[int, Group] = {}
         self.reserved = self.departures = 0
@@ -619,10 +616,10 @@ class Residents(Residents):  # type: ignore
     def seat(self, row: int, group: Group, sample: Sample, published: int = 0) -> None:
         """Give the open `row` its tenant; its first `published` blocks are known by their keys."""
         self.rows.bind(row, group, sample, published)
-        self.keys[row] = group.root
+        self.above[row] = group.root
         if published and self.cache is not None:
-            key = self.cache.key_of(self.manager.tables.table.item(row, published - 1))
-            self.keys[row] = group.root if key is None else key
+            node = self.cache.names.named[self.manager.tables.table.item(row, published - 1)]
+            self.above[row] = group.root if node is None else node
         self.running = np.append(self.running, row)
         self.opened[row] = self.whole[row] = None
 
@@ -632,7 +629,7 @@ class Residents(Residents):  # type: ignore
             if (row := sample.row) >= 0:
                 self.rows.unbind(row)
                 give_back(self.manager, row)
-                del self.keys[row]
+                del self.above[row]
                 self.departures += 1
                 if row in self.opened:
                     del self.opened[row]
@@ -649,6 +646,7 @@ class Residents(Residents):  # type: ignore
         open_rows = (self.manager.tables.seq_lens >= 0).nonzero()[0].tolist()
         assert sorted(self.running.tolist()) == open_rows, "an open row without a tenant"
         assert (self.rows.serial[self.running] >= 0).all(), "a tenant without a number"
+        assert sorted(self.above) == open_rows, "a row whose next block has nothing to stand behind"
         lens = self.manager.tables.seq_lens[self.running]
         assert (lens <= self.rows.reach(self.running)).all(), "K/V of a token not known of"
 
@@ -783,11 +781,8 @@ def publish_turn(home: Residents, turn: Turn, ends: Ints) -> None:
     if not one_each or cache.generation != home.generation:
         publish(home, rows, last)
         return
-    blocks = home.flat_table[turn.cells + place]
+    blocks = home.flat_table[turn.cells + place]  # all different, since each row wrote its own (I3)
     chunks = home.flat_chunks[turn.chunks + place].tolist()
-    if len(set(blocks.tolist())) < len(chunks):
-        publish(home, rows, last)
-        return
     publish_one_each(home, cache, turn.named, chunks, blocks)
     state.published[rows] = place + home.ones[: len(chunks)]
 
@@ -801,8 +796,8 @@ def publish_one_each(
     blocks: NDArray[np.int32],
 ) -> None:
     """Name `blocks`, each the next one of its row, by their tokens."""
-    keys = cache.publish_chunks([home.keys[row] for row in named], chunks, blocks)
-    home.keys.update(zip(named, keys, strict=True))
+    nodes = cache.names.add(map(home.above.__getitem__, named), chunks, blocks)
+    home.above.update(zip(named, nodes, strict=True))
 
 
 def publish_row(home: Residents, cache: PrefixCache, row: int, end: int) -> None:
@@ -810,7 +805,8 @@ def publish_row(home: Residents, cache: PrefixCache, row: int, end: int) -> None
     state, size, before = home.rows, home.manager.block_size, home.rows.published.item(row)
     ids = home.manager.tables.table[row, before:end]
     tokens = state.tokens[row, before * size : end * size]
-    home.keys[row] = cache.publish(home.keys[row], tokens, ids)
+    key = cache.publish(key_of(home.above[row]), tokens, ids)
+    home.above[row] = cache.names.tree.above(key)
     state.published[row] = end
 
 
@@ -848,8 +844,8 @@ def rewire_beams(home: Residents, rows: Ints, parents: Ints) -> None:
     state = home.rows
     state.tokens[rows] = state.tokens[parents]
     state.published[rows] = state.published[parents]
-    keys = [home.keys[row] for row in parents.tolist()]
-    home.keys.update(zip(rows.tolist(), keys, strict=True))
+    above = [home.above[row] for row in parents.tolist()]
+    home.above.update(zip(rows.tolist(), above, strict=True))
     home.whole.update(dict.fromkeys(rows[rows != parents].tolist()))
 
 
@@ -859,7 +855,7 @@ def take_news(home: Residents) -> News:
     table, counts = home.manager.tables.table, home.manager.tables.num_blocks
     if len(home.cells) == 1 and not (home.whole or home.opened or home.closed):
         (rows, columns), home.cells, home.grown = home.cells[0], [], False
-        return News((rows, columns.astype(np.int64), table[rows, columns]), (), ())
+        return News((rows, columns.astype(np.int64, copy=False), table[rows, columns]), (), ())
     cells = home.cells + [(np.full(counts[r], r), np.arange(counts[r])) for r in home.whole]
     if len(cells) == 1:
         rows, columns = cells[0]
@@ -876,9 +872,8 @@ def take_news(home: Residents) -> News:
 # %% [markdown]
 # ## The plan
 #
-# The scheduler's product is a `StepPlan`: frozen arrays, exactly what the device needs for one step and
-# nothing else. It runs without asking back, which lets the same scheduler drive a real model, a toy model
-# in the tests and, in a lab, a clock.
+# The scheduler's product is a `StepPlan`: exactly what the device needs for one step, and nothing else. It runs without
+# asking back, which lets the same scheduler drive a real model, a toy model in the tests and, in a lab, a clock.
 
 # %% tags=["export:step_plan"]
 """What the device is to do in one step: everything it needs, and nothing else."""
@@ -958,8 +953,7 @@ class StepPlan(StepPlan):  # type: ignore
 
 
 # %% [markdown]
-# Decodes and chunks are packed alike, row after row without padding. Where every row runs one token the
-# arrays are trivial, and constants serve.
+# Decodes and chunks are packed alike, row after row without padding.
 
 # %% tags=["export:step_plan"]
 def pack_rows(
@@ -1118,9 +1112,8 @@ def next_plan(
     if tokens is None:
         tokens, source = source.astype(np.int32), home.ramp[:count]
     plan = object.__new__(StepPlan)
-    vars(plan).update(vars(last))  # plans are frozen, so they can share fields
-    vars(plan).update(
-        step=last.step + 1, seq_lens=ends, token_ids=tokens, token_source=source,
+    vars(plan).update(  # plans are frozen, so they can share fields
+        vars(last), step=last.step + 1, seq_lens=ends, token_ids=tokens, token_source=source,
         positions=last.seq_lens, slot_mapping=slots, moves=tuple(moves), news=news,
     )  # fmt: skip
     return plan
@@ -1300,8 +1293,8 @@ def leave(ledger: Ledger, group: Group, state: State) -> None:
 
 
 # %% [markdown]
-# The rest is for reliefs: ways to put a group out and back, and what that costs. A group frees the blocks
-# that nobody else holds, which is less than it holds.
+# The rest is for reliefs: ways to put a group out and back, and what that costs. A group frees the blocks that nobody else
+# holds, which may be fewer than it has.
 
 # %% tags=["export:ledger"]
 class Ledger(Ledger):  # type: ignore
@@ -1522,16 +1515,16 @@ class Admission:
 
 
 # %% [markdown]
-# Who comes in is decided in this order, and the order matters:
+# Who comes in is decided in this order:
 #
 # 1. *Look up first.* What the cache has needs no tokens of the budget, and of the blocks only those which
-#    are idle. A number of tokens to run that was fixed before the look-up is the cause of a class of bugs.
+#    are idle. Who counts the tokens before the look-up runs too many.
 # 2. *Then see that all of it has room.* Blocks are taken in instalments, but a prompt that will not fit is
 #    not begun: half-done prefills that evict one another are work for nothing.
 # 3. *Then let the budget cut the chunk.*
 #
 # If the head does not fit, nobody behind it is tried. Small requests could be squeezed in, but then a large
-# one may wait for ever. Overtaking is bounded here in the simplest way: there is none.
+# one may wait for ever.
 
 # %% tags=["export:admission"]
 class Admission(Admission):  # type: ignore
@@ -1621,14 +1614,13 @@ def lookup(ledger: Ledger, group: Group) -> tuple[int, int]:
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 
-@dataclass(frozen=True, eq=False)
-class Flight:
+class Flight(NamedTuple):
     """A plan handed out and not committed.
 
     Fields
@@ -1654,7 +1646,7 @@ def checked_samples(sampled: ArrayLike, count: int) -> Tokens:
     if tokens.shape != (count,) or (count and tokens.dtype.kind not in "iu"):
         raise ValueError(f"sampled: {count} token ids are needed, not {sampled!r}")
     own = tokens.astype(np.int32)
-    if (count and own.min() < 0) or (tokens.itemsize > 4 and (tokens != own).any()):
+    if np.count_nonzero(own < 0) or (tokens.itemsize > 4 and (tokens != own).any()):
         raise ValueError(f"sampled: token ids are 0 to {MAX_TOKEN}")
     return own
 
@@ -1712,8 +1704,8 @@ def void(ledger: Ledger, flight: Flight) -> None:
 # %% [markdown]
 # ## One decision
 #
-# Now the scheduler itself is short. `schedule` runs on whoever runs, lets in whoever fits, branches, and makes
-# the plan; `commit` takes what was sampled.
+# Now the scheduler itself is short. `schedule` gives those who run their tokens, lets in whoever fits, branches, and
+# makes the plan; `commit` takes what was sampled.
 
 # %% tags=["export:scheduler"]
 """One decision a step: which tokens run, in which blocks, and who has to wait."""
@@ -1723,7 +1715,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -1838,8 +1829,7 @@ def decide(scheduler: Scheduler) -> StepPlan | None:
 # or somebody has to go, and then the question is put again from the start. In such a step nobody is let in: the blocks that
 # a victim gave up are not for those behind it.
 #
-# With one group left there is nobody to evict. It has all blocks and needs more; it ends with what it has,
-# and says so. The opening's two chats end there too: B goes, A finishes, B comes back.
+# With one group left there is nobody to evict. It has all blocks and needs more; it ends with what it has, and says so.
 
 # %% tags=["export:scheduler"]
 def choose_batch(scheduler: Scheduler) -> tuple[Ints, Ints | int] | None:
@@ -1907,7 +1897,7 @@ def keep_pace(scheduler: Scheduler, last: Flight) -> None:
     home, plan, beat, ends = scheduler.home, last.plan, last.cadence, last.after
     if beat is None or ends is None:
         beat, ends = Cadence(home, plan), plan.seq_lens + 1
-        scheduler.last = replace(last, cadence=beat, after=ends)
+        scheduler.last = last._replace(cadence=beat, after=ends)
     advance(home, plan.rows, ends, beat.full(plan.step))
 
 
@@ -2070,7 +2060,7 @@ draw_pool(scheduler.manager.snapshot(table_of(scheduler)), title="after step 2: 
 
 # %% [markdown]
 # In step 0 the sample counts are 1 for A and 0 for B, which is in the middle of its prompt: its logits are of no use to
-# anybody. The whole plan of the next step fits on a page.
+# anybody. Most of the next plan:
 
 # %%
 plan = scheduler.schedule()
@@ -2082,10 +2072,7 @@ outputs = scheduler.commit(plan, [7] * 3)
 print("ended:", [(out.request_id, out.completions[0].token_ids) for out in outputs])
 
 # %% [markdown]
-# **Turn the knob.** Set `token_budget=4` above; expect A's prompt in two steps, and `max_running` to be 4 at most, for
-# each running chat must be able to decode. Set it to 64; expect all three prompts in step 0.
-#
-# The cache is asked before the budget, and what is published in a step is found in the same step.
+# **Turn the knob.** Set `token_budget=4` above; expect A's prompt in two steps. Set it to 64; expect all three prompts in step 0.
 #
 # :::{admonition} Predict
 # :class: tip
@@ -2127,11 +2114,11 @@ draw_pool(scheduler.manager.snapshot(names), title="the samples part in their se
 #
 # ## One step ahead
 #
-# What does a plan look like that is made before the last one's token is known? The id is -1, and `token_source` says
+# In a plan that is made before the last one's token is known, its id is -1, and `token_source` says
 # which sample of the previous plan it will be; the device takes it from there.
 
 # %%
-scheduler = fresh(4)
+scheduler = fresh(1)
 scheduler.submit(Request([1, 2], 8, request_id="A"))
 first, second = scheduler.schedule(), scheduler.schedule()
 print("plan 0 runs", first.token_ids, " plan 1 runs", second.token_ids,
@@ -2140,7 +2127,7 @@ state, reserved = scheduler.home.rows, scheduler.manager.tables.seq_lens[0]
 print(f"committed {state.known[0]}, K/V reserved {reserved}, expected {state.expected[0]}")
 
 # %% [markdown]
-# Three lengths, each ahead of the next. While plans fly, their rows may lose their tenant: to a stop token that nobody
+# Three lengths, each one ahead of the last. While plans fly, their rows may lose their tenant: to a stop token that nobody
 # could foresee, an abort, a relief. Row 0 below goes from A to B with one of A's tokens still in the air.
 #
 # :::{admonition} Predict
@@ -2150,9 +2137,9 @@ print(f"committed {state.known[0]}, K/V reserved {reserved}, expected {state.exp
 # :::
 #
 # :::{dropdown} Reasoning
-# No. The device runs plans in the order in which they were sent. A's late K/V are written first; B's come
-# after, into the same slots, and B reads only slots that it has written. Blocks may be reused at once. What must not be taken over
-# is A's late *token*, which arrives at the host when B is in the row already. The plan remembers the tenants' numbers.
+# No. The device runs plans in the order in which they were sent. A's late K/V are written first; B's come after, into the
+# same slots, and B reads only slots that it has written. Blocks may be reused at once. What must not be taken over is A's
+# late *token*, which arrives at the host when B is in the row already. The plan remembers the tenants' numbers.
 # :::
 
 # %%
@@ -2169,17 +2156,17 @@ scheduler.commit(third, [12])
 print("B:", scheduler.commit(scheduler.schedule(), [13])[0].completions[0].token_ids)
 
 # %% [markdown]
-# A late token is wasted work, one for each chat that ends on a stop token. It buys a device that never waits for
-# Python. With a plan in flight nothing is evicted while a running chat is about to end anyway: `schedule`
-# answers None, commit first.
+# A late token is wasted work, one for each chat that ends on a stop token. It buys a device that need not wait for Python.
+# With a plan in flight nothing is evicted while a running chat is about to end anyway: `schedule` answers None, commit
+# first.
 #
-# A test drives random programs both ways, against a model whose next token is a checksum of everything that it reads
-# through the table, with requests of all kinds, tiny pools, aborts and failed steps. Every output equals that of a model
-# with no pool at all, at either lag.
+# A test drives random programs, in step and one step ahead, against a model whose next token is a checksum of everything
+# that it reads through the table, with requests of all kinds, tiny pools, aborts and failed steps. Every output equals that
+# of a model with no pool at all.
 #
 # ## When blocks run out
 #
-# The opening again: two chats of six tokens, four blocks, four tokens to generate each.
+# The opening again: two chats of six tokens, four blocks, five tokens to generate each.
 
 # %%
 scheduler = fresh(4)
@@ -2193,7 +2180,7 @@ print(scheduler.counts, "and", scheduler.manager.pool.num_free, "blocks free")
 
 # %% [markdown]
 # In step 3 both need a third block, and B, the last that came, goes. When A has ended B comes back, finds its first
-# block in the cache, and runs the rest. Out of blocks means delay, not a wrong answer.
+# block in the cache, and runs the rest.
 #
 # A block is needed before the *next token's K/V* are written, so the length that counts is that of the K/V. The number
 # of tokens is one larger, and an estimate made from it is off by one step at each edge of a block.
@@ -2207,7 +2194,7 @@ assert [manager.blocks_needed([row]) for row in rows] == [0, 1, 0, 0, 0, 1]
 
 # %% [markdown]
 # Three requests that no eviction helps. One is too long for the pool, one too long for a step without chunks: both
-# are refused at submission. The third fits at first, grows until it has all blocks, and ends with what it has.
+# are refused at submission. The third fits, holds all blocks at its first token, and ends with what it has.
 
 # %%
 scheduler = fresh(2)
@@ -2224,12 +2211,12 @@ print(scheduler.take_outputs()[0].completions[0])
 # %% [markdown]
 # ## Break it
 #
-# Every request ends. That rests on four rules, and each can be broken.
+# Every request ends, with tokens that are its own.
 #
 # > **I6.** If nothing is in flight and a request has not ended, `schedule` returns a plan or ends a request.
 #
-# The rules: a relief frees blocks; who runs has blocks before others; whoever is refused is told; nobody overtakes the
-# head of the queue. First a relief that evicts nobody. An endless loop, if nobody looked.
+# Four rules under it are broken here: a relief frees blocks; nobody overtakes the head of the queue; a late token is
+# dropped; every group is in the queue or has a row. First a relief that evicts nobody: an endless loop, if nobody looked.
 
 # %%
 class Polite(Recompute):
@@ -2286,8 +2273,7 @@ print("nobody overtakes: the long one starts in step", starts_at(Admission))
 print("others may pass:  the long one starts in step", starts_at(naive_Door))
 
 # %% [markdown]
-# It has not started after 400 steps, and never will while short chats come. One may want that, with a bound on how
-# often a request is passed; ours is the bound zero.
+# It has not started after 400 steps. One may want that, with a bound on how often a request is passed; ours is zero.
 #
 # Third, a late token that nobody recognises. We forge the numbers of the tenants in a plan.
 
@@ -2305,7 +2291,7 @@ scheduler.commit(second, [11])
 print("B has", scheduler.ledger.tokens_of(sample), "before its first step came back")
 
 # %% [markdown]
-# B has said 10 and 11, both of them A's words. And last a group that falls between two chairs: taken from the queue and put nowhere.
+# B has said 10 and 11, both A's words. Last, a group taken from the queue and put nowhere.
 
 # %%
 scheduler = fresh()
@@ -2323,9 +2309,9 @@ except AssertionError as error:
 # %% [markdown]
 # ## A real model, driven by plans
 #
-# The plan has all that chapter 5's `PackedBatch` wants, so a few lines join them. SmolLM2 {cite}`allal2025smollm2` answers the three
-# questions of chapter 5 out of 24 blocks, in chunks of at most 16 tokens, and one step ahead: plan $k + 1$ is made before
-# the tokens of plan $k$ are committed.
+# The plan has all that chapter 5's `PackedBatch` wants, so a few lines join them. SmolLM2 {cite}`allal2025smollm2` answers
+# the three questions of chapter 5 out of 24 blocks, in chunks of at most 16 tokens, and one step ahead: plan $k + 1$ is made
+# before the tokens of plan $k$ are committed.
 
 # %%
 import warnings
@@ -2402,8 +2388,8 @@ print("equal to continuous_decode and to generate:", sum(map(len, answers.values
 
 # %% [markdown]
 # A second visit, in which all three prompts are found up to their last block, takes fewer steps. And a pool of 8 blocks,
-# with answers of 20 tokens to the bitter end, is too small for the three together: they are let in, but each grows by
-# one. Somebody has to go.
+# with answers of 20 tokens to the bitter end, is too small for the three together: they are let in, since they share a block, but
+# each grows by one. Somebody has to go.
 
 # %%
 for i, prompt in enumerate(prompts):
@@ -2465,11 +2451,11 @@ print(f"measured: blocks alone against vLLM's: {result['headline']['x_vllm_churn
 # *Figure: where the time of a decode step over 256 rows goes. Keys of filled blocks take the most, then blocks; deciding who
 # runs takes next to nothing where nobody came or went.*
 #
-# "blocks" is our `BlockManager` alone beside vLLM's manager alone, "whole" our scheduler with everything else that it
-# does: queue, plan, tokens, keys, stop checks. Both are Python on one core of the machine named above, shared with other
-# work, which makes every step slower, since code and tables leave the core's cache between two steps. What this does not show:
-# vLLM's own scheduler on top of its manager, and the upload of a plan. Where it loses: with one chat running a plan costs
-# about as many NumPy calls as with a hundred; and where requests come or go in most steps, as in "whole", few steps are dull.
+# "blocks" is our `BlockManager` alone beside vLLM's manager alone, "whole" our scheduler with everything else that it does:
+# queue, plan, tokens, keys, stop checks. Both are Python on one core of the machine named above, shared with other work.
+# What this does not show: vLLM's own scheduler on top of its manager, and the upload of a plan. Where it loses: with one
+# chat running a plan costs about as many NumPy calls as with a hundred; and where requests come or go in most steps, as in
+# "whole", few steps are dull.
 #
 # ## Mistakes in circulation
 #
@@ -2502,20 +2488,19 @@ print("K/V lengths", lens, "right", (lens % 4 == 0).astype(int), "from tokens", 
 # | `Admission` | limits | nobody overtakes | |
 # | `Scheduler` | plans in flight | I6: there is always a next step | who runs the plans (chapter 13) |
 #
-# The simplest relief throws work away: B had run its prompt and ran it again. With long prompts that is expensive, and
-# whether to copy the blocks out to host memory instead, and who should go, is a matter of prices. Chapter 10 sets
-# them.
+# The simplest relief throws work away: B ran four tokens twice. Whether to copy blocks to host memory instead, and who should go,
+# is a matter of prices, which chapter 10 sets.
 #
 # ## Real world
 #
 # - **vLLM** has the same shape in `vllm/v1/core/sched/scheduler.py`: one loop over running requests, one over waiting ones,
 #   a token budget, no prefill phase. Its priority policy evicts the least important, its default one the last.
 #   It runs ahead as well, with placeholders for tokens to come (`vllm/v1/core/sched/async_scheduler.py`).
-# - **SGLang** picks what to prefill in `python/sglang/srt/managers/schedule_policy.py`, longest cached prefix first, a
-#   policy that trades order for hits, and overlaps the scheduler with the device.
+# - **SGLang** picks what to prefill in `python/sglang/srt/managers/schedule_policy.py`; its policy `lpm`, longest cached
+#   prefix first, trades order for hits. It overlaps the scheduler with the device.
 # - **TensorRT-LLM** decides capacity and then the micro batch in `cpp/tensorrt_llm/batch_manager/capacityScheduler.cpp` and
-#   `cpp/tensorrt_llm/batch_manager/microBatchScheduler.cpp`; one of its policies, "guaranteed no evict", admits only what could run to its end, like
-#   chapter 5's loop.
+#   `cpp/tensorrt_llm/batch_manager/microBatchScheduler.cpp`; one of its policies, "guaranteed no evict", admits only what
+#   could run to its end, like chapter 5's loop.
 # - The idea to decide anew after every step is Orca's {cite}`yu2022orca`; chunks in the decode batch are Sarathi-Serve's
 #   {cite}`agrawal2024sarathi`.
 #
@@ -2523,8 +2508,8 @@ print("K/V lengths", lens, "right", (lens % 4 == 0).astype(int), "from tokens", 
 #
 # :::{exercise}
 # :label: ex-09-compute
-# **Compute.** A prompt of 2,049 tokens, a budget of 2,048, nobody else. How many steps until its first token? And with 64 chats that
-# decode beside it? What if chunking is off?
+# **Compute.** A prompt of 2,049 tokens, a budget of 2,048, nobody else. How many steps until its first token? And with 64
+# chats that decode beside it? What if chunking is off?
 # :::
 #
 # :::{solution} ex-09-compute
@@ -2557,9 +2542,9 @@ except ValueError as error:
 # %% [markdown]
 # :::{exercise}
 # :label: ex-09-trace
-# **Trace.** $B = 4$, prefix cache on. A chat has 10 tokens, 7 of prompt and 3 generated, when it is released. It comes back twice:
-# once with all its full blocks still in the cache, once when only the first has survived. How many tokens are found, how
-# many are run, at which positions?
+# **Trace.** $B = 4$, prefix cache on. A chat has 10 tokens, 7 of prompt and 3 generated, when it is released. It comes back
+# twice: once with all its full blocks still in the cache, once when only the first has survived. How many tokens are found,
+# how many are run, at which positions?
 # :::
 #
 # :::{solution} ex-09-trace
@@ -2621,8 +2606,8 @@ assert scheduler.take_outputs()[0].completions[0].finish_reason == "out_of_block
 #
 # :::{solution} ex-09-refuse
 # :class: dropdown
-# No. Three new blocks and two idle hits: five, and three are free. An idle hit costs a free block, since it ceases to be free. Had
-# the hits been in use by R0, three would have been enough. A refusal changes nothing, so it may be tried again in
+# No. Three new blocks and two idle hits: five, and three are free. An idle hit costs a free block, since it ceases to be
+# free. Had the hits been in use by R0, three would have been enough. A refusal changes nothing, so it may be tried again in
 # every step.
 # :::
 

@@ -376,7 +376,7 @@ def run_moves(moves: Iterable[Move], device: KVStore, host: KVStore) -> None:
             side.index_copy_(0, places[kind][1].to(side.device), data.to(side.device))
 
 
-# %%
+# %% tags=["hide-input"]
 from paged_kv.sizing import KVSpec
 
 spec = KVSpec(num_layers=2, num_kv_heads=1, head_size=2, dtype="fp32")
@@ -569,8 +569,8 @@ print(f"with {1e3 * late.transfer_latency:.0f} ms for each transfer, "
       f"swap wins from {crossing} blocks on, {16 * crossing} tokens")
 
 # %% [markdown]
-# That is 53.7 ms each way. Short texts are replayed sooner than swapped, long ones not. Where the border lies depends on the
-# machine, and a lab draws it.
+# That is 53.7 ms each way. Once a transfer has a fixed part, short texts are replayed sooner than swapped, long ones not.
+# Where the border lies depends on the machine, and a lab draws it.
 #
 # :::{admonition} Predict
 # :class: tip
@@ -605,8 +605,8 @@ for name, row in (("shared", first), ("alone", second)):
 # time left until the deadline of the request, once the work that it still needs is subtracted. Where that is
 # negative, the deadline is lost already, and is no reason to keep the blocks.
 #
-# `Candidate` bundles all that. Nothing in it walks over tokens: a figure is a look at a row's lengths, or one pass of NumPy over its
-# table and counts, made only when a policy asks.
+# `Candidate` bundles all that. Nothing in it walks over tokens: a figure is a look at a row's lengths, or one pass of NumPy
+# over its table and counts, made only when a policy asks.
 
 # %% tags=["export:preemption"]
 class Candidate:
@@ -790,8 +790,8 @@ class Preemption(Preemption):  # type: ignore
 # device blocks are handed out again in the step that saves them. Both are safe for the same reason: moves run in order, and
 # steps too.
 #
-# Here are the three chats, in a pool of eight blocks. A transfer costs as much as a replay of ten tokens, so a short
-# text is computed again and a longer one is moved.
+# Here are the three chats, in a pool of eight blocks. A swap costs as much as a replay of ten tokens and one more for
+# each block, so a short text is computed again and a longer one is moved.
 
 # %%
 def relief_for(manager, host_blocks=12, policy=last_arrived):
@@ -824,7 +824,7 @@ relief.host.check()
 print(relief.host)
 
 # %% [markdown]
-# The last two figures are the *tax*: tokens that were computed twice. It is zero for swap, which pays in bytes.
+# The last two figures differ by the *tax*: 9 tokens that were computed twice. It is zero for swap, which pays in bytes.
 #
 # **Turn the knob.** Give `relief_for` no host blocks: every preemption becomes a recompute, and the tax rises. Give it
 # `transfer_latency=0`: all become swaps.
@@ -832,8 +832,8 @@ print(relief.host)
 # %% [markdown]
 # ## A group comes back as a trie
 #
-# Four beams over a prompt of 500 tokens, 300 tokens further on, differ in their last 20 tokens only. They got there by forking, so
-# most blocks are shared. How many blocks do they hold, and how many will they want after a recompute?
+# Four beams over a prompt of 500 tokens, 300 tokens further on, differ in their last 20 tokens only. They got there by
+# forking, so most blocks are shared. How many blocks do they hold, and how many will they want after a recompute?
 #
 # :::{admonition} Predict
 # :class: tip
@@ -841,15 +841,15 @@ print(relief.host)
 # :::
 #
 # :::{dropdown} Reasoning
-# 780 tokens are common: 48 full blocks, and 12 tokens in a 49th which each beam copied when it wrote. Each has 50
-# blocks, so 2 of its own: 48 + 4 x 2 = 56. The prompt fills 31 blocks; replayed behind it, each wants 19 more: 31 + 4 x 19 = 107. A group
-# that ran in 56 blocks may then not fit any more, and wait for a pool that will never be free enough.
+# 780 tokens are common: 48 full blocks, and 12 tokens in a 49th which each beam copied when it wrote. Each has 50 blocks, so
+# 2 of its own: 48 + 4 x 2 = 56. The prompt fills 31 blocks; replayed behind it, each wants 19 more: 31 + 4 x 19 = 107. A
+# group that ran in 56 blocks may then not fit any more, and wait for a pool that will never be free enough.
 # :::
 #
 # So the group is replayed as it grew, as a *trie*: a tree in which texts that begin alike share a path. One sample is
 # computed to its end; the next is forked off it, rewound to the last common token, and runs only what differs; and so on,
-# each forked from the earlier sample that shares most. Fork and rewind are chapter 6's, and chapter 9's scheduler does this whenever it
-# admits a group; `hang_branches` says who hangs where, and admission counts `blocks_of_tree`.
+# each forked from the earlier sample that shares most. Fork and rewind are chapter 6's, and chapter 9's scheduler does this
+# whenever it admits a group; `hang_branches` says who hangs where, and admission counts `blocks_of_tree`.
 
 # %%
 from paged_kv.copy_on_write import blocks_held, fork_many
@@ -891,10 +891,11 @@ for latency in (1e9, 0.0):
 # %% [markdown]
 # ## Why everybody ends
 #
-# Back to the opening. Nothing was lost there, no block leaked, and `check` was content: a *livelock*, in which all move
-# and nobody gets anywhere. To catch one, say first what getting somewhere is. A request comes or ends; or a sample knows more tokens than
-# ever; or has more K/V than ever. A replay is none of these until it passes the old mark. If the whole
-# state recurs and there was no progress in between, then, since the scheduler is deterministic, it will recur for ever.
+# Back to the opening. Nothing was lost there, no block leaked, and `check` was content: a *livelock*, in which all move and
+# nobody gets anywhere. To catch one, say first what getting somewhere is. A request comes or ends; or a sample knows more
+# tokens than ever; or has more K/V than ever. A replay is none of these until it passes the old mark. If the whole state
+# recurs and there was no progress in between, then, since the scheduler is deterministic, it will recur for ever. The watch
+# below compares where each group stands and how many blocks are free, and waits for the third return.
 
 # %% tags=["export:liveness"]
 """Does it move?  A watch over a scheduler, which names the cycle if it goes in circles."""
@@ -1000,16 +1001,16 @@ except Livelock as found:
     print("livelock:", "\n  ".join(found.cycle))
 
 # %% [markdown]
-# Each grows to 4 blocks or so, is thrown out, and begins again. Which of our rules forbids that? Three together:
+# Each grows to 15 tokens in 4 blocks, is thrown out, and begins again. Which of our rules forbids that? Three together:
 #
 # 1. **Tokens are kept.** A request never knows fewer tokens than before, whatever happens to its K/V.
-# 2. **The first in order is never put aside** while another one runs. So while it runs it has a token in every step in which the budget
-#    reaches it, and it ends after finitely many.
-# 3. **There is one queue.** Waiting and swapped requests stand in one order, and if its head does not fit, nobody behind it is admitted.
-#    So whoever is first in order will be admitted as blocks come free, and nobody later slips past.
+# 2. **The first in order is never put aside** while another one runs. So while it runs it has a token in every step in which
+#    the budget reaches it, and it ends after finitely many.
+# 3. **There is one queue.** Waiting and swapped requests stand in one order, and if its head does not fit, nobody behind it
+#    is admitted. So whoever is first in order will be admitted as blocks come free, and nobody later slips past.
 #
-# When the first in order ends, the next one is first. Hence every request ends, and a request is overtaken, in being admitted, by none
-# but those of higher priority.
+# When the first in order ends, the next one is first. Hence every request ends, unless more important ones arrive for ever,
+# and a request is overtaken, in being admitted, by none but those of higher priority.
 #
 # And if the first is alone and still finds no block? Then there is nothing to take, and preempting itself would lead
 # nowhere: it ends, with `finish_reason="out_of_blocks"` and what it has. A prompt that could never fit does not get that far.
@@ -1026,25 +1027,26 @@ except NeverFits as refused:
     print("refused:", refused)
 
 # %% [markdown]
-# **Turn the knob.** Delete the loop of `NaiveRestart`, so that tokens are kept, and run the opening again; expect both chats to end, B
-# before A, who came first. Rule 1 was enough for an end, but not for a fair one.
+# **Turn the knob.** Delete the loop of `NaiveRestart`, so that tokens are kept, and run the opening again; expect both chats
+# to end, B before A, who came first. Rule 1 was enough for an end, but not for a fair one.
 #
-# The claims hold for these runs. That they hold for others is the business of `tests/test_liveness.py`: random programs of requests,
-# forks, priorities and aborts over tiny pools, against the toy model with a pool of any size. Each must give the same texts, keep waiting +
-# running + swapped + finished equal to what was submitted, and count at least one recompute and one swap, or fail for not having tested any.
+# The claims hold for these runs. That they hold for others is the business of `tests/test_liveness.py`: random programs of
+# requests, forks, priorities and aborts over tiny pools, against the toy model with a pool of any size. Each must give the
+# same texts, keep waiting + running + swapped + finished equal to what was submitted, and count at least one recompute and
+# one swap, or fail for not having tested any.
 #
 # ## A real model
 #
-# The same scheduler, with SmolLM2-135M behind it {cite}`allal2025smollm2`. One function turns a plan into the packed batch of chapter 5;
-# another runs the moves and the model, and chooses the likeliest tokens.
+# The same scheduler, with SmolLM2-135M behind it {cite}`allal2025smollm2`. One function turns a plan into the packed batch
+# of chapter 5; another runs the moves and the model, and chooses the likeliest tokens.
 
-# %%
+# %% tags=["hide-input"]
 from paged_kv.hf_adapter import host as host_model, load_guest
 from paged_kv.packed_batch import PackedBatch
 
 
 def packed(plan, tables):
-    """The batch that a plan at lag 0 describes."""
+    """The batch that a plan describes while no other is in flight."""
     wide = {
         "input_ids": plan.token_ids, "positions": plan.positions, "slot_mapping": plan.slot_mapping,
         "rows": plan.rows, "logits_at": plan.cu_seqlens[1:][plan.sample_logits] - 1,
@@ -1092,8 +1094,6 @@ for num_blocks in (400, 14):
     scheduler = Scheduler(manager, cache, relief=relief, token_budget=128)
     answers[num_blocks], tokens = answer(guest, scheduler, requests, host_store)
     print(f"{num_blocks:3} blocks: {tokens} tokens run, {dict(relief.events)}")
-
-# %%
 assert answers[14] == answers[400]
 assert min(reliefs[14].events[method] for method in ("recompute", "swap")) >= 10
 first = prompts[0]
@@ -1101,9 +1101,9 @@ print(f"{len(prompts)} answers, {sum(map(len, answers[14].values()))} tokens, al
 print(repr(first + tokenizer.decode(answers[14][first])))
 
 # %% [markdown]
-# Chats were put aside and came back all the time, by both methods, and not one token changed. (They might: a replay computes in one
-# batch what decoding computed one by one, and floating-point sums differ in the last digits. Where two tokens are all but equally likely, that can
-# decide. Swap brings the very bytes back.)
+# Chats were put aside and came back all the time, by both methods, and not one token changed. (They might: a replay computes
+# in one batch what decoding computed one by one, and floating-point sums differ in the last digits. Where two tokens are all
+# but equally likely, that can decide. Swap brings the very bytes back.)
 #
 # ## Mistakes in circulation
 #
@@ -1140,27 +1140,31 @@ print("left 2 blocks, needs", blocks_to_return([Saved(0, 32, [0, 1])], [33], 16)
 #
 # ## Real world
 #
-# - vLLM's `vllm/v1/core/sched/scheduler.py` recomputes only. First come first served, the victim is the last of those running; with
-#   priorities, the least important one that came last. Its first generation had swap as well, which the paper describes {cite}`kwon2023paged`;
-#   there recompute was never more than 20 % slower {cite}`kwon2023paged`.
-# - SGLang's `srt/managers/schedule_batch.py` *retracts* the requests that have generated least, the longest prompts first among equals, and
-#   frees enough for several steps ahead, which is one answer to being early.
-# - TensorRT-LLM lets the operator choose in `cpp/tensorrt_llm/batch_manager/capacityScheduler.cpp`: `GUARANTEED_NO_EVICT` admits only what can run to its
-#   end, as chapter 5 did, and `MAX_UTILIZATION` admits more and pauses requests when blocks run out.
-# - Operating systems have swapped whole programs and chosen victims for sixty years; *thrashing* is when the machine does little else.
+# - vLLM's `vllm/v1/core/sched/scheduler.py` recomputes only. First come first served, the victim is the last of those
+#   running; with priorities, the least important one that came last. Its first generation had swap as well, which the paper
+#   describes {cite}`kwon2023paged`; there recompute was never more than 20 % slower {cite}`kwon2023paged`.
+# - SGLang's `srt/managers/schedule_batch.py` *retracts* the requests that have generated least, the longest prompts first
+#   among equals, and then admits less: it raises its estimate of what the others will still generate, which is one answer to
+#   being early.
+# - TensorRT-LLM lets the operator choose in `cpp/tensorrt_llm/batch_manager/capacityScheduler.cpp`: `GUARANTEED_NO_EVICT`
+#   admits only what can run to its end, as chapter 5 did, and `MAX_UTILIZATION` admits more and pauses requests when blocks
+#   run out.
+# - Operating systems have swapped whole programs and chosen victims for sixty years; *thrashing* is when the machine does
+#   little else.
 #
 # ## Exercises
 #
 # :::{exercise}
 # :label: ex-10-compute
-# **Compute.** Llama 3 8B keeps 131,072 bytes a token. If its prefill runs 20,000 tokens in a second and transfers cost nothing but their bytes, at which
-# bandwidth do swap and recompute take the same time? Does it depend on the length?
+# **Compute.** Llama 3 8B keeps 131,072 bytes a token. If its prefill runs 20,000 tokens in a second and transfers cost
+# nothing but their bytes, at which bandwidth do swap and recompute take the same time? Does it depend on the length?
 # :::
 #
 # :::{solution} ex-10-compute
 # :class: dropdown
-# A swap moves each byte twice: 2 x 131,072 x 20,000 bytes in a second, 5.24 GB/s. The length cancels, as long as both are linear. A fixed
-# cost of a transfer favours recompute for short texts; attention, which grows with the square, favours swap for long ones.
+# A swap moves each byte twice: 2 x 131,072 x 20,000 bytes in a second, 5.24 GB/s. The length cancels, as long as both are
+# linear. A fixed cost of a transfer favours recompute for short texts; attention, which grows with the square, favours swap
+# for long ones.
 # :::
 
 # %% tags=["hide-input"]
@@ -1174,13 +1178,14 @@ for blocks in (1, 64, 512):
 # %% [markdown]
 # :::{exercise}
 # :label: ex-10-trace
-# **Trace.** Run `1 → H0, H1 → 1, 1 → H1, H0 → 2` by hand, block 1 holding x and H1 holding y. What do 1, 2, H0 and H1 hold at the end? What does
-# `resolve_copies` make of it?
+# **Trace.** Run `1 → H0, H1 → 1, 1 → H1, H0 → 2` by hand, block 1 holding x and H1 holding y. What do 1, 2, H0 and H1 hold
+# at the end? What does `resolve_copies` make of it?
 # :::
 #
 # :::{solution} ex-10-trace
 # :class: dropdown
-# H0 = x, then 1 = y, then H1 = y (its own bytes again), then 2 = x. Resolved: 1 → H0, H1 → 1 and 1 → 2; the third move has vanished, since it gives H1 what it has.
+# H0 = x, then 1 = y, then H1 = y (its own bytes again), then 2 = x. Resolved: 1 → H0, H1 → 1 and 1 → 2; the third move has
+# vanished, since it gives H1 what it has.
 # :::
 
 # %% tags=["hide-input"]
@@ -1197,8 +1202,8 @@ assert [state[b] for b in (1, 2, Host(0), Host(1))] == ["h1", "d1", "d1", "h1"]
 #
 # :::{solution} ex-10-break
 # :class: dropdown
-# No text is wrong, and everybody still ends. But a group comes back, finds no room for its next token, and is put out again: more swaps, more bytes, and the same
-# number of useful tokens.
+# No text is wrong, and everybody still ends. But a group comes back, finds no room for its next token, and is put out again:
+# more swaps, more bytes, and the same number of useful tokens.
 # :::
 
 # %% tags=["hide-input"]
@@ -1231,13 +1236,15 @@ print(f"blocks moved: {few} against {many}")
 # %% [markdown]
 # :::{exercise}
 # :label: ex-10-implement
-# **Implement.** A policy `biggest`: whoever frees most blocks goes. For pools of 9 to 16 blocks, compare the tokens that it, `last_arrived` and `cheapest` compute twice. Which is best?
+# **Implement.** A policy `biggest`: whoever frees most blocks goes. For pools of 9, 10, 11, 12, 14 and 16 blocks, compare
+# the tokens that it, `last_arrived` and `cheapest` compute twice. Which is best?
 # :::
 #
 # :::{solution} ex-10-implement
 # :class: dropdown
-# None. The texts are the same under all; the tax of `biggest` is the smallest in pools of 9 and 10 blocks and not in the others. A policy decides one step at a
-# time and cannot know what its choice brings about later, so it takes many runs to rank them, which is the work of a lab.
+# None. The texts are the same under all; the tax of `biggest` is the smallest in pools of 9 and 10 blocks and not in the
+# others. A policy decides one step at a time and cannot know what its choice brings about later, so it takes many runs to
+# rank them, which is the work of a lab.
 # :::
 
 # %% tags=["hide-input"]
@@ -1264,14 +1271,15 @@ assert [name == "biggest" for name in best] == [True] * 2 + [False] * 4
 # %% [markdown]
 # :::{exercise}
 # :label: ex-10-choose
-# **Compute.** Three chats may be put aside. X would free 4 blocks at a cost of 8 s and has 2 tokens to go; Y 2 blocks, 3 s, 20 tokens, and no slack; Z 2 blocks, 4 s, 20 tokens,
-# and 9 s of slack. Whom does `cheapest` choose, whom `cost_x_slack`, if X has no deadline?
+# **Compute.** Three chats may be put aside. X would free 4 blocks at a cost of 8 s and has 2 tokens to go; Y 2 blocks, 3 s,
+# 20 tokens, and no slack; Z 2 blocks, 4 s, 20 tokens, and 9 s of slack. Whom does `cheapest` choose, whom `cost_x_slack`, if
+# X has no deadline?
 # :::
 #
 # :::{solution} ex-10-choose
 # :class: dropdown
-# Seconds for each block and step: X 8/8 = 1, Y 3/40 = 0.075, Z 4/40 = 0.1; `cheapest` takes Y. Times 1/(1 + slack): Y 0.075, Z 0.01, X 0, for it can
-# wait for ever; `cost_x_slack` takes X.
+# Seconds for each block and step: X 8/8 = 1, Y 3/40 = 0.075, Z 4/40 = 0.1; `cheapest` takes Y. Times 1/(1 + slack): Y 0.075,
+# Z 0.01, X 0, for it can wait for ever; `cost_x_slack` takes X.
 # :::
 
 # %% tags=["hide-input"]
@@ -1292,6 +1300,7 @@ assert min(three, key=cost_x_slack).name == "X"
 # ## Further reading
 #
 # - Gentle: the chapters on swapping, mechanisms and policies, in *Operating Systems: Three Easy Pieces* {cite}`arpaci2018ostep`.
-# - The source: sections 4.5 and 7.3 of the PagedAttention paper {cite}`kwon2023paged`, on preemption, groups, and recompute against swap.
-# - Deep: [FastServe](https://arxiv.org/abs/2305.05920) (Wu and others, 2023) preempts at every token, to let short answers
-#   pass long ones, and swaps ahead of need.
+# - The source: sections 4.5 and 7.3 of the PagedAttention paper {cite}`kwon2023paged`, on preemption, groups, and recompute
+#   against swap.
+# - Deep: FastServe {cite}`wu2023fastserve` preempts at every token, to let short answers pass long ones, and swaps ahead
+#   of need.

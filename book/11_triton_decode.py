@@ -64,7 +64,7 @@ print(f"measured: 64 chats of 4,096 tokens, one layer: chapter 04 {waits:.1f} ms
 # %% [markdown]
 # It moves 10.9 times the bytes: it gathers them into a copy, widens the copy, and pads three chats
 # to the length of the longest. On an H200 (last line) it takes hundreds of times as long as reading
-# the bytes would, since it also waits for the host at every turn, in every layer of every step.
+# the bytes would, since it also waits for the host at every turn.
 #
 # **The question.** How close to the time of one plain read can decode attention come, when its
 # bytes lie in scattered blocks?
@@ -117,8 +117,8 @@ ax.legend(fontsize=8)
 plt.show()
 
 # %% [markdown]
-# *Figure: a roofline of the H200 for 64 chats of 4,096 tokens: every rung of this chapter stands at 4 operations a
-# byte, far left of the balance at 206; the rungs climb to the sloping roof.*
+# *Figure: a roofline of the H200 for 64 chats of 4,096 tokens: six kernels of this chapter, all at 4 operations a
+# byte, far left of the balance at 206, and ever nearer to the sloping roof but for the fourth.*
 #
 # The card balances at 206 FLOP/B and we offer 4 FLOP/B. Even 71 query heads to one KV head would not
 # make arithmetic the limit. So the floor is the time of a plain read, and we measure that too: a
@@ -221,7 +221,7 @@ def next_pow2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 # %% [markdown]
-# The first kernel writes keys and values into their slots. A program takes two tokens, all heads.
+# The first kernel writes keys and values into their slots. A program takes two tokens, with all heads that fit a tile.
 # The block and the offset come from the slot, the address from the strides of the pool. A slot of
 # -1 must write nothing: it becomes part of the mask. Slots are 64-bit, and so is every product
 # with a block id, since a pool passes $2^{31}$ numbers sooner than one thinks (chapter 04).
@@ -369,8 +369,8 @@ for row in result["moves"]:
 
 # %% [markdown]
 # Above some hundred MB both kernels run at the pace of a device copy or above it; below, what is
-# left is a launch. One block in all layers costs about what an empty launch costs, where a call a
-# layer costs thirty of them. Copying in order is somewhat slower than at once, and always right.
+# left is a launch. One block in all layers takes about what a device copy of its bytes takes; with a call a
+# layer, some thirty times as long. Copying many in order is somewhat slower than at once, and always right.
 #
 # ## One program a head
 #
@@ -476,7 +476,7 @@ def naive_group(query, keys, values, table, seq_lens, output, part, part_lse, sc
 # %% [markdown]
 # Two details carry over to the final kernel. The ids of the next tile are loaded one step ahead,
 # for otherwise each tile would wait twice, first for the id and then for the bytes. And where a group
-# has 4 heads the matrix product still has 16 rows, because that is the hardware's least: three quarters of
+# has 4 heads the matrix product still has 16 rows, the least of that instruction: three quarters of
 # the arithmetic is thrown away, and at 4 operations a byte nobody misses it.
 #
 # **Rung 5** answers a case that none of these can serve: one long chat. Eight KV heads are eight
@@ -568,7 +568,7 @@ for rung in rungs:
 # *loses* at 64 chats: three tiles of shared memory a program leave room for fewer programs on a
 # processor, and there the programs had been hiding each other's latency. Rung 5 wins by an order of
 # magnitude on one chat. But the number of splits that is right for one batch is wrong for the next, and the
-# ragged batch, with lengths from a handful to 32,768, stays well above the floor under all of them.
+# ragged batch, of 43 to 12,696 tokens a chat, stays nearly a third above the floor at best.
 
 # %% [markdown]
 # ## Even shares
@@ -876,10 +876,10 @@ assert plan.cum.tolist() == [0, 4, 6, 8, 3, 0]
 #
 # ## The final kernel
 #
-# The steps of a tile first. Two things differ from the rungs.
+# Two things differ from the rungs in the steps of a tile.
 #
-# The product is turned round: keys times queries, $K Q^\top$, and not queries times keys. On Hopper
-# a matrix instruction has 64 rows at least and as few as 8 columns. The cache has rows to fill it; a
+# The product is turned round: keys times queries, $K Q^\top$, and not queries times keys. Hopper's own
+# matrix instruction has 64 rows at least and as few as 8 columns. The cache has rows to fill it; a
 # group of queries has four. Half as many matrix instructions are issued for the same tile (the counters below).
 #
 # And a tile can hold several neighbouring KV heads of the same tokens, since they lie side by side in
@@ -1105,7 +1105,7 @@ def join_parts(parts, first, last, late, lane, sinks, HEAD_SIZE: tl.constexpr, N
 # This is correct only with care for the order of memory. A barrier makes all threads of the program finish
 # their stores first; the addition *releases* them to whoever *acquires* the counter after it; and
 # the joiner's loads go past its own L1 cache (`.cg`), which may hold what these addresses had before.
-# It sets the counter to 0 again, so the next layer finds it as it was.
+# It sets the counter to 0 again, for the next layer.
 
 # %% tags=["export:decode_parts"]
 @jit
@@ -1204,7 +1204,7 @@ def reduce_kernel(
 #
 # What is left is the walk. A program goes through its run chat by chat, and what the next chat
 # begins with (queries, first ids, length) is asked for *before* the tiles of this one, so that it
-# is there when it is wanted.
+# is there in time.
 
 # %% tags=["export:decode_tiles", "hide-input"]
 @jit
@@ -1457,7 +1457,7 @@ print("counters are 0 again:", not plan.arrived.any())
 # %% [markdown]
 # ## What could go wrong
 #
-# Each line below is a fault that some published kernel had. The batch has an empty chat, a row of the table that is not its
+# The batch has what kernels stumble over: an empty chat, a row of the table that is not its
 # place in the batch, NaN in every unwritten slot, and ids of living blocks behind the end.
 
 # %%
@@ -1511,21 +1511,20 @@ for rung in rungs:
 print(f"measured: {'plain read':18}", *(f"{cases[c]['read_us']:10.1f}" for c in shown))
 
 # %% [markdown]
-# **Rung 6**, even shares with a second launch to join, is near the floor in every column at once.
+# **Rung 6**, even shares with a second launch to join, is near the floor in all columns but the last two.
 # *Hypothesis:* most for one long chat and for ragged batches, nothing where rung 4 had no trouble.
-# It holds, except for 16 short chats, where one program a chat and head is enough and needs no plan.
+# It holds, but 122 ragged chats gain little, and 16 short ones lose: a program a chat and head was enough.
 #
-# **Rung 7** puts two KV heads in a tile, which halves the parts that each chat is cut into. *Hypothesis:* a
+# **Rung 7** puts two KV heads in a tile, to read longer pieces of memory. *Hypothesis:* a
 # small gain. Alone it brings none. **Rung 8** lets chats of equal length have whole numbers of programs, or programs whole
 # numbers of chats, so that nothing is cut that need not be. **Rung 9** fuses the join: a launch less. The three
 # together gain a little in batches of many chats; the fused join is a clear loss for one chat with hundreds of parts.
 #
 # The final kernel is rung 9 where a chat has few parts and rung 8 where it has many, with 1, 2 or 4 heads
-# a tile by the rule in `pick_tiles`: one head for a handful of chats (fewer parts to join), four
-# where there are more chats than programs (fewer borders to cross).
+# a tile by the rule in `pick_tiles`.
 #
-# Not everything helped. More heads a tile read longer pieces of memory, but their extra
-# score columns cost more than that gains. Two tiles in flight instead of three lose most of what the pipeline brought.
+# Not everything helped. Still more heads a tile cost more in extra score columns than the longer pieces gain.
+# Two tiles in flight instead of three take a quarter more time.
 
 # %% tags=["hide-input"]
 tried = cases["64x4096"]["variants_us"]
@@ -1540,7 +1539,7 @@ for name, c in counters.items():
 
 # %% [markdown]
 # The profiler agrees. All of them read the same bytes from memory, once. What changes is how often
-# a warp that could issue an instruction is waiting for memory instead, and how much of the
+# a warp (32 threads in step) that could issue an instruction is waiting for memory instead, and how much of the
 # memory's peak is reached. The matrix instructions halve with the turned product.
 #
 # ## How fast
@@ -1570,10 +1569,9 @@ for name, row in cases.items():
 # *Figure: bytes over time for sixteen batches (chats x tokens, h head size, B block size, query/KV heads): a plain read, ours,
 # FlashAttention-3, FlashInfer and vLLM's Triton kernel.*
 #
-# Large even batches run at almost the speed of the plain read, ragged ones somewhat below, and small
-# ones at the speed of a launch. Against the faster of three peers, with their planning outside the measurement, we are level or ahead within a
-# percent or two in the large cases and further ahead in the small and ragged ones. Rows where we are behind stay in the
-# table. Our plan costs a few microseconds, once a step, for all layers.
+# Large even batches run at almost the plain read's speed, ragged ones somewhat below, small
+# ones at a launch's. Against the fastest of three peers, with their planning outside the measurement, we are level or a
+# few percent ahead in the large cases and further ahead in the small and ragged ones. Our plan costs five to eleven microseconds, once a step, for all layers.
 #
 # What it does not show: other cards, other types, and a machine without noise. The same kernel
 # compiled with its loads in another order moves by one or two hundredths, which is as much as separates the
@@ -1596,7 +1594,7 @@ for g in grid[:: 4]:
 # %% [markdown]
 # *Figure: bandwidth over the length of the chats, for 1 to 256 of them; what counts is their product.*
 #
-# Batch and context enter as a product only. Below some hundred MB of cache a fixed ten microseconds
+# Batch and context enter as a product only. Below a few tens of MB of cache a fixed ten microseconds
 # of launch and ramp dominate.
 #
 # ## Does the table cost anything?
@@ -1616,8 +1614,8 @@ for g in grid[:: 4]:
 #
 # :::{dropdown} Reasoning
 # A block of keys is 16 tokens x 8 heads x 256 bytes, far more than the 64 bytes that memory hands out at
-# a time, so no byte is fetched in vain. The ids themselves are a thousandth of the bytes. What is left is address arithmetic, and
-# locality within the memory's own pages. So a small number of hundredths.
+# a time, so no byte is fetched in vain. The ids are less than a ten-thousandth of the bytes. What is left is address arithmetic, and
+# locality within the memory's own pages: a few hundredths.
 # :::
 
 # %% tags=["hide-input"]
@@ -1679,7 +1677,7 @@ for name in ("64x4096", "122 ragged", "1x131072"):
 # %% [markdown]
 # The mode cuts every chat by its own length alone, into at most 32 parts of 256 tokens or more, with tiles that do not depend on the
 # batch either, and joins the parts in order. The programs then share out parts instead of tiles, so shares
-# are less even and more must be joined. That is the price, and a lab looks at it more closely.
+# are less even and more must be joined. That is the price; [a lab](labs/L3_batch_invariance) looks closer.
 
 # %% [markdown]
 # ## State card
@@ -1703,8 +1701,8 @@ for name in ("64x4096", "122 ragged", "1x131072"):
 #   copies the plan to the device each step.
 # - FlashAttention-3 {cite}`shah2024fa3` reads pages of any size through per-row addresses when a page is smaller than its tile, as we do, and
 #   gets its split counts from a small kernel on the device.
-# - SGLang (`srt/layers/attention/triton_ops/decode_attention.py`) computes a number of splits for each chat on the device.
-# - TensorRT-LLM (`cpp/tensorrt_llm/kernels/*`) fuses the write of the new key, its rotation and
+# - SGLang (`python/sglang/srt/layers/attention/triton_ops/decode_attention.py`) takes a number of splits for each chat, computed on the device.
+# - TensorRT-LLM (`cpp/tensorrt_llm/kernels/decoderMaskedMultiheadAttention/decoderMaskedMultiheadAttentionTemplate.h`) fuses the write of the new key, its rotation and
 #   the attention into one kernel.
 #
 # ## Exercises

@@ -76,8 +76,8 @@ print(f"K/V of 8,192 tokens: {n * row_bytes / 1e6:.1f} MB; read this way: "
 
 # %% [markdown]
 # The result is right, and the price absurd: each token reads again what its predecessors read.
-# For a prompt of 8,192 tokens the kernel would fetch 137 GB in every layer, where 33.6 MB hold
-# all that there is to know.
+# For a prompt of 8,192 tokens the kernel would ask memory and caches for 137 GB in every layer,
+# where 33.6 MB hold all that there is to know.
 #
 # **The question.** How can the queries of a prompt share what they read, although each may see
 # another number of keys, and what becomes of a step in which chunks and decodes are mixed?
@@ -112,7 +112,7 @@ print(f"K/V of 8,192 tokens: {n * row_bytes / 1e6:.1f} MB; read this way: "
 # :class: tip
 # Llama 3 8B has $g = 4$. A step brings one token of a chat, or 16, or 512. Which of the three
 # are bound by memory on an H200, which multiplies bf16 matrices at some 790 TFLOP/s and copies at
-# 4.2 TB/s?
+# a little over 4.2 TB/s?
 # :::
 #
 # :::{dropdown} Reasoning
@@ -219,8 +219,8 @@ for heads, size, itemsize in ((HEADS, SIZE, 4), (32, 128, 2), (28, 128, 2), (71,
 # 71 heads on one KV head no divisor is small enough, and each head has tiles of its own. Why
 # 64 rows and not 128? A tile's sums live in registers, 64 rows of 128 numbers in fp32 for 128
 # threads, and two such programs fit a multiprocessor: while one waits, the other multiplies.
-# **Turn the knob.** Set the limits to those of a smaller card, `Limits(84, 101376)`; expect fewer
-# stages, then fewer keys, for the larger heads.
+# **Turn the knob.** Set the limits to those of a small card, `Limits(40, 65536)`; expect 32 keys a
+# step for the heads of 128, and no change for the others.
 #
 # The list of all that the heuristic may pick lets a test compile the kernel ahead of time for cards
 # that are not there.
@@ -266,7 +266,7 @@ def every_prefill_pick(limits: Limits) -> Iterator[PrefillPick]:
 # :::{dropdown} Reasoning
 # The last tile of a prompt sees all its keys, the first almost none. If the long tiles start last,
 # the card ends with a few of them running and everything else idle. So the order is turned
-# round: the longest first, the short ones fill the gaps.
+# round: of each prompt the longest tile first, and the short ones fill the gaps.
 # :::
 
 # %% tags=["export:prefill_plan"]
@@ -876,7 +876,7 @@ def attend(
 
 # %% [markdown]
 # One step: B and C decode, A brings its prompt of ten. B's and C's tokens go to the front. However
-# the step is divided, the result is the same.
+# the step is divided, the result is the same but for rounding.
 
 # %%
 order, cu, lens = torch.tensor([1, 2, 0], device=device), ints([0, 1, 2, 12]), ints([8, 6, 10])
@@ -1003,7 +1003,8 @@ for way, us in others.items():
 # %% [markdown]
 # *Figure: operations a second of three kernels; the dotted line is a plain matrix product.*
 #
-# About six times vLLM's Triton kernel, and two thirds of FlashAttention-3. Where is the last third?
+# On long prompts we reach about six times vLLM's Triton kernel, and two thirds of FlashAttention-3; of
+# the mixed steps one is level with it and one well ahead, thanks to chapter 11. Where is the last third?
 # Not in the tiles: other shapes, in the last lines above, come out alike, and only a stage less
 # of loads in flight costs much. It is in the order of events. A step has two products, $QK^\top$ and
 # $PV$, with the softmax in between, which the matrix unit cannot do. Hopper's products are
@@ -1040,8 +1041,8 @@ print("measured:", ", ".join(f"{size}: {row[size] / row['8192']:.2f} x" for size
 # The order is as predicted, the loss somewhat smaller, because a program that has a multiprocessor
 # for itself runs faster. So a chunk of a few hundred tokens is what a scheduler should cut,
 # unless the step has other work to fill the card with, as it mostly has. A kernel that also
-# splits the keys of small chunks, as chapter 11's does, would not care; that is left as an exercise
-# in thought below.
+# splits the keys of small chunks, as chapter 11's does, would not care; the last exercise goes half
+# the way.
 
 # %% [markdown]
 # ## State card
@@ -1051,7 +1052,7 @@ print("measured:", ", ".join(f"{size}: {row[size] / row['8192']:.2f} x" for size
 # | `PrefillTiles` | `rows`, `keys`, `pack`, `warps`, `stages` | fits the device; the batch has no say |
 # | `PrefillPlan` | `record`, five integers a tile | every query of the step is in exactly one tile |
 # | `prefill_attention` | none | equals the oracle; skips what no query sees; nothing read past a sequence's end |
-# | `attend` | none | decodes in front to one kernel, all others to the other; the division changes nothing but time |
+# | `attend` | none | decodes in front to one kernel, all others to the other; the division changes nothing but time and rounding |
 # | `KernelAttention` | `batch`, `plans` | plans are those of `batch`; a batch changed in place needs `begin` |
 #
 # What breaks next: each step costs the host a launch for every layer's write, decode and prefill. With a
@@ -1062,9 +1063,9 @@ print("measured:", ", ".join(f"{size}: {row[size] / row['8192']:.2f} x" for size
 # - vLLM's `vllm/v1/attention/ops/triton_unified_attention.py` is one kernel for prefill and decode: a tile is
 #   queries times heads, as ours, and each program searches its sequence in `cu_seqlens` by bisection instead of
 #   reading a record. Ringlein and others tell its story {cite}`ringlein2025anatomy`.
-# - Its `vllm/v1/attention/backends/flashinfer.py` sorts decodes to the front of the batch and uses one wrapper for
+# - Its `vllm/v1/attention/backends/flashinfer.py` asks for decodes at the front of the batch and uses one wrapper for
 #   each of the two parts.
-# - SGLang's `srt/layers/attention/triton_ops/extend_attention.py` attends to the cached prefix through indices
+# - SGLang's `python/sglang/srt/layers/attention/triton_ops/extend_attention.py` attends to the cached prefix through indices
 #   and to the new tokens from their own contiguous tensor, in one kernel.
 # - TensorRT-LLM separates context and generation phases of a batch too, in `cpp/tensorrt_llm/common/attentionOp.cpp`.
 #
@@ -1093,8 +1094,8 @@ assert [-(-188 // g) for g in (8, 1)] == [24, 188]
 #
 # :::{solution} ex-12-window
 # :class: dropdown
-# Each query tile visits 64 or 65 key tiles instead of up to 512: a little under a quarter in all, since the
-# first 4,096 tokens have full triangles.
+# Each query tile visits at most 65 key tiles instead of up to 512: a little under a quarter in all, since the
+# first 4,096 tokens see less than a window.
 # :::
 
 # %% tags=["hide-input"]

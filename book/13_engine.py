@@ -464,6 +464,196 @@ class EagerRunner:
         return logits_of_samples(self.guest.forward(batch), step, plan), step
 
 # %% [markdown]
+# A CPU has no kernel of ours. Chapter 4's `paged_attention` works there, but it finds out in every layer where the tokens of a step are,
+# although all layers ask the same, and it fetches them one by one. Decodes can do better. What depends on the step alone is
+# found once; whole blocks are fetched, since a block's keys lie in one piece, and its values in the next; and sequences of like length
+# are padded to the longest of them, with zeros where no token is, so that nothing unwritten is ever multiplied.
+
+# %% tags=["export:cpu_attention"]
+"""Attention on a CPU: decodes by whole blocks, planned once a step for all layers."""
+
+from typing import NamedTuple
+
+from paged_kv.attend import count_decodes
+from paged_kv.attention import paged_attention
+
+
+class Decodes(NamedTuple):
+    """Some sequences of one new token each, of like length, padded to the longest.
+
+    Fields
+        tokens  int64 [n]: their places in the batch.
+        halves  int64 [2 x n x blocks]: where the keys of each block lie, then its values, with
+                half a block of the pool as the unit.
+        dead    int64: which of the tokens fetched are not seen; keys first.
+        mask    float32 [n, 1, 1, blocks x block_size]: 0 for a token that is seen, else -inf.
+    """
+
+    tokens: Tensor
+    halves: Tensor
+    dead: Tensor
+    mask: Tensor
+
+
+def like_lengths(counts: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """Places of `counts`, in groups in which the least is three quarters of the largest."""
+    groups, order = list[NDArray[np.int64]](), (-counts).argsort(kind="stable")
+    while len(order):
+        size = int((4 * counts[order] >= 3 * counts[order[0]]).sum())
+        groups.append(order[:size])
+        order = order[size:]
+    return groups
+
+
+# %% tags=["export:cpu_attention"]
+def plan_decodes(
+    batch: PackedBatch, num_decodes: int, block_size: int, window: int | None
+) -> list[Decodes]:
+    """Plans of the first `num_decodes` sequences; those that hold nothing are left out.
+
+    Raises: ValueError where the table names no block for a token that is seen.
+    """
+    lens = batch.seq_lens[:num_decodes].numpy().astype(np.int64)
+    first = np.maximum(lens - (window or batch.block_table.shape[1] * block_size), 0)
+    begin, end = first // block_size, -(-lens // block_size)
+    places, found = lens.nonzero()[0], list[Decodes]()
+    for group in like_lengths((end - begin)[places]):
+        at = places[group]
+        index = begin[at, None] + np.arange(end[at[0]] - begin[at[0]])
+        real = index < end[at, None]
+        rows = batch.rows.numpy()[at, None]
+        ids = batch.block_table.numpy()[rows, np.where(real, index, 0)].astype(np.int64)
+        if (ids[real] < 0).any():
+            raise ValueError("block_table: -1 found where a token should be")
+        halves = 2 * np.where(real, ids, 0)
+        position = (index[:, :, None] * block_size + np.arange(block_size)).reshape(len(at), -1)
+        seen = (position < lens[at, None]) & (position >= first[at, None])
+        dead = (~seen).reshape(-1).nonzero()[0]
+        mask = np.where(seen, np.float32(0), np.float32(-np.inf))[:, None, None]
+        parts = at, np.append(halves, halves + 1), np.append(dead, dead + seen.size), mask
+        found.append(Decodes(*map(torch.from_numpy, parts)))
+    return found
+
+
+# %% tags=["export:cpu_attention"]
+def attend_decodes(
+    query: Tensor, tensor: Tensor, plan: Decodes, scale: float | None, output: Tensor
+) -> None:
+    """Attention of the sequences of `plan`, in float32, into their places in `output`.
+
+    Args: query and output [num_tokens, num_q_heads, head_size]; `tensor`, one of
+    `KVStore.tensors`.
+    """
+    heads, size = tensor.shape[3:]
+    n = len(plan.tokens)
+    fetched = tensor.view(-1, tensor[0, 0].numel()).index_select(0, plan.halves)
+    fetched.view(-1, heads * size).index_fill_(0, plan.dead, 0)
+    k, v = fetched.view(2, n, -1, heads, size).float().transpose(2, 3)
+    q = query[plan.tokens].float().view(n, heads, -1, size)  # a KV head's queries, as its tokens
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, plan.mask, scale=scale)
+    output[plan.tokens] = out.reshape(n, -1, size).to(output.dtype)
+
+
+# %% tags=["export:cpu_attention"]
+class CpuAttention:
+    """A `LayerAttention` for a CPU; equals `write_and_attend` but for rounding.
+
+    State: `batch`, the one planned for, known by its identity; `num_decodes`, its sequences in
+    front with one new token; `slots`, those to write where no token is skipped, else None;
+    `plans`, {window: Decodes}.
+    """
+
+    def __init__(self) -> None:
+        self.batch: PackedBatch | None = None
+        self.num_decodes = 0
+        self.slots: Tensor | None = None
+        self.plans: dict[int | None, list[Decodes]] = {}
+
+    def begin(self, batch: PackedBatch) -> None:
+        """Forget the plans of the last step."""
+        self.batch, self.plans = batch, {}
+        self.num_decodes = count_decodes(batch.cu_seqlens)
+        skipped = len(batch.slot_mapping) == 0 or int(batch.slot_mapping.min()) < 0
+        self.slots = None if skipped else batch.slot_mapping
+
+    def write(self, store: KVStore, layer: int, key: Tensor, value: Tensor) -> None:
+        """`KVStore.write`, of which nothing has to be found out."""
+        assert self.batch is not None
+        if self.slots is None:
+            store.write(layer, key, value, self.batch.slot_mapping)
+            return
+        rows, size = store.tensors[layer].view(-1, *key.shape[1:]), store.block_size
+        index = self.slots + self.slots // size * size
+        rows.index_copy_(0, index, key.to(rows.dtype))
+        rows.index_copy_(0, index + size, value.to(rows.dtype))
+
+
+# %% tags=["export:cpu_attention"]
+class CpuAttention(CpuAttention):  # type: ignore
+    def __call__(
+        self,
+        store: KVStore,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        batch: PackedBatch,
+        *,
+        scale: float | None,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Store the new K/V and return attention, [num_tokens, num_q_heads, head_size]."""
+        if batch is not self.batch:
+            self.begin(batch)
+        self.write(store, layer, key, value)
+        n = self.num_decodes if softcap is None and sinks is None else 0
+        output = torch.zeros_like(query)
+        if n and window not in self.plans:
+            self.plans[window] = plan_decodes(batch, n, store.block_size, window)
+        for plan in self.plans[window] if n else ():
+            attend_decodes(query, store.tensors[layer], plan, scale, output)
+        if n < len(batch.seq_lens):
+            output[n:] = paged_attention(
+                query[n:], store.keys(layer), store.values(layer), batch.block_table,
+                batch.cu_seqlens[n:] - n, batch.seq_lens[n:], rows=batch.rows[n:],
+                scale=scale, window=window, softcap=softcap, sinks=sinks,
+            )[0]  # fmt: skip
+        return output
+
+# %% [markdown]
+# The check: random batches, long and short, with and without a window; the slots that nobody has written hold NaN.
+
+# %% tags=["hide-input"]
+from paged_kv.block_manager import BlockManager
+from paged_kv.guest_attention import write_and_attend
+from paged_kv.packed_batch import pack
+from paged_kv.sizing import KVSpec
+
+worst, torch_rng = 0.0, torch.Generator().manual_seed(0)
+for lengths, chunk in [((5, 70, 33, 16, 1), 9), ((17, 1), 0), ((), 40)]:
+    stores = [KVStore(KVSpec(1, 2, 8, "fp32"), 64, 4) for _ in "ab"]
+    manager = BlockManager(64, 4, 8, 96)
+    news = [1] * len(lengths) + [chunk] * (chunk > 0)
+    rows = [manager.add(n) for n in (*lengths, *(50,) * (chunk > 0))]
+    old = sum(manager.tables.seq_lens[rows])
+    before = pack(manager.tables, rows, [[0] * int(manager.tables.seq_lens[row]) for row in rows])
+    for store in stores:
+        kv = torch.randn(old, 2, 8, generator=torch.Generator().manual_seed(1))
+        store.write(0, kv, kv + 1, before.slot_mapping)
+    manager.append(rows, np.array(news))
+    batch, ours = pack(manager.tables, rows, [[0] * n for n in news]), CpuAttention()
+    q, k, v = (torch.randn(sum(news), heads, 8, generator=torch_rng) for heads in (6, 2, 2))
+    for window in (None, 7):
+        options = {"scale": None, "window": window, "softcap": None, "sinks": None}
+        one = ours(stores[0], 0, q, k, v, batch, **options)
+        two = write_and_attend(stores[1], 0, q, k, v, batch, **options)
+        worst = max(worst, float((one - two).abs().max()))
+print("largest difference below 1e-5:", worst < 1e-5)
+assert worst < 1e-5
+
+# %% [markdown]
 # A runner serves a `PagedModel`, and making one tries the model first (chapter 5): a packed batch, chunks and decodes mixed,
 # against the model's own forward. *Whether* a model is supported is decided when it is loaded, by what it says, and not by a list of
 # names. Bloom's layers never call the attention that they are given, and its positions are in a mask:
@@ -984,6 +1174,9 @@ def beam_texts(output: Output, search: BeamSearch, tokenizer: Any) -> list[Text]
 # %% tags=["export:request_options"]
 """What a request may ask for beside its prompt, checked when it is made."""
 
+from collections.abc import Collection
+from itertools import count
+from numbers import Real
 from typing import Literal, TypeAlias
 
 from paged_kv.request import Request, own_tokens
@@ -998,7 +1191,7 @@ class RequestOptions:
     Fields
         sampling        how tokens are chosen; greedy if None.
         n, beam_width   samples of the prompt, or beams in their place.
-        length_penalty, early_stopping   of beams, see `BeamSearch`.
+        length_penalty, early_stopping   of beams, see `BeamSearch`; the former -10 to 10.
         stop            strings that end a sample and are not part of it.
         stop_tokens     that end a sample, and are part of it; the model's own if None.
         priority        lower goes first.
@@ -1027,24 +1220,48 @@ class RequestOptions:
         """The stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
+    def name_among(self, used: Collection[Hashable], number: int) -> Hashable:
+        """The request's id; the first free number from `number` on if it gives none."""
+        free = (n for n in count(number) if n not in used)
+        return next(free) if self.request_id is None else self.request_id
+
 # %% tags=["export:request_options"]
 def check_options(asked: RequestOptions) -> None:
     """ValueError, naming the field, for what cannot be, or not together."""
+    check_kinds(asked)
     words, sampling = asked.stop_words, asked.sampling or SamplingOptions()
     if not all(isinstance(word, str) and word for word in words):
         raise ValueError(f"stop = {asked.stop!r}: texts are needed that are not empty")
-    if asked.salt is not None and not isinstance(asked.salt, str):
-        raise ValueError(f"salt = {asked.salt!r}: a text is needed, or None")
-    if not isinstance(asked.request_id, Hashable):
-        raise ValueError(f"request_id = {asked.request_id!r}: it must be hashable")
     if asked.early_stopping not in (True, False, "never"):
         raise ValueError(f"early_stopping = {asked.early_stopping!r}: True, False or 'never'")
+    if not -10 <= asked.length_penalty <= 10:
+        raise ValueError(f"length_penalty = {asked.length_penalty!r}: -10 to 10 are possible")
     if asked.beam_width and sampling != SamplingOptions(seed=sampling.seed):
         raise ValueError("sampling: beams are ranked by the model's own log-probabilities")
     if asked.beam_width and words:
         raise ValueError(f"stop = {asked.stop!r}: beams end with stop_tokens alone")
 
 
+def check_kinds(asked: RequestOptions) -> None:
+    """ValueError, naming the field, for a value that is not of its kind."""
+    for name, kind, said in (
+        ("sampling", SamplingOptions, "SamplingOptions are needed, or None"),
+        ("length_penalty", Real, "a number is needed"),
+        ("stop", Collection, "a text is needed, or a list of texts"),
+        ("stop_tokens", Collection, "a list of token ids is needed, or None"),
+        ("deadline", Real, "a time is needed, or None"),
+        ("salt", str, "a text is needed, or None"),
+    ):
+        value = getattr(asked, name)
+        free = value is None and name not in ("length_penalty", "stop")
+        if not free and (isinstance(value, bool) or not isinstance(value, kind)):
+            raise ValueError(f"{name} = {value!r}: {said}")
+    try:
+        hash(asked.request_id)
+    except TypeError:
+        raise ValueError(f"request_id = {asked.request_id!r}: it must be hashable") from None
+
+# %% tags=["export:request_options"]
 def eos_ids(model: Any) -> list[int]:
     """The tokens that end a text by the model's own generation config."""
     config: Any = getattr(model, "generation_config", None)
@@ -1059,6 +1276,9 @@ def encode(prompt: Prompt, tokenizer: Any, vocab_size: int) -> Any:
         if tokenizer is None:
             raise ValueError("prompt: token ids are needed, there is no tokenizer")
         given = tokenizer(prompt)["input_ids"]
+    kinds: Any = Sequence, np.ndarray, Tensor
+    if not isinstance(given, kinds):
+        raise ValueError(f"prompt = {given!r}: a text is needed, or a list of token ids")
     ids = own_tokens("prompt", given)
     if not len(ids):
         raise ValueError("prompt: it is empty")
@@ -1067,13 +1287,15 @@ def encode(prompt: Prompt, tokenizer: Any, vocab_size: int) -> Any:
     return ids
 
 # %% tags=["export:request_options"]
-def make_request(ids: Any, max_new_tokens: int, asked: RequestOptions, stops: list[int]) -> Request:
+def make_request(
+    name: Hashable, ids: Any, max_new_tokens: int, asked: RequestOptions, stops: list[int]
+) -> Request:
     """The request as the scheduler takes it; `stops`, the model's own stop tokens."""
     own = stops if asked.stop_tokens is None else asked.stop_tokens
     return Request(
         ids,
         max_new_tokens,
-        request_id=asked.request_id,
+        request_id=name,
         priority=asked.priority,
         deadline=asked.deadline,
         stop_tokens=tuple(own),
@@ -1151,7 +1373,24 @@ class Settings:
     ahead: bool | None = None
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        check_settings(self)
+
 # %% tags=["export:engine_setup"]
+def check_settings(given: Settings) -> None:
+    """ValueError, naming the field, for a value that is not of its kind."""
+    for name in ("chunked", "prefix_caching", "batch_invariant", "ahead"):
+        value = getattr(given, name)
+        if not (isinstance(value, bool) or (name == "ahead" and value is None)):
+            raise ValueError(f"{name} = {value!r}: True or False is needed")
+    at_least(0, "host_blocks", given.host_blocks)
+    at_least(0, "seed", given.seed)
+    if given.policy not in list(POLICIES):
+        raise ValueError(f"policy = {given.policy!r}: one of {sorted(POLICIES)} is needed")
+    if not isinstance(given.costs, Costs | None):
+        raise ValueError(f"costs = {given.costs!r}: Costs are needed, or None")
+
+
 def free_memory(device: torch.device) -> int:
     """Bytes that nobody has taken: of the GPU; 1 GiB on a CPU, whatever there is."""
     if device.type != "cuda":
@@ -1169,24 +1408,51 @@ def make_store(spec: KVSpec, settings: Settings, device: torch.device) -> KVStor
     if settings.memory is not None and settings.num_blocks is not None:
         raise ValueError("memory, num_blocks: one of them, not both")
     block_size = at_least(1, "block_size", settings.block_size)
-    size, free = spec.bytes_per_block(block_size), free_memory(device)
-    num_blocks = settings.num_blocks
+    size, num_blocks = spec.bytes_per_block(block_size), settings.num_blocks
     if num_blocks is None:
-        asked = settings.memory
-        if asked is None:
-            asked = int(0.85 * free) if device.type == "cuda" else free
-        asked = parse_bytes(asked) if isinstance(asked, str) else at_least(0, "memory", asked)
+        asked = bytes_asked(settings.memory, device)
         num_blocks = asked // size
         if not num_blocks:
             raise ValueError(f"memory: {format_bytes(asked)}, one block takes {format_bytes(size)}")
+    return new_store("memory", spec, num_blocks, block_size, device)
+
+
+def bytes_asked(memory: int | str | None, device: torch.device) -> int:
+    """The setting `memory` in bytes; where it is None, what may be taken of the device."""
+    if memory is None:
+        free = free_memory(device)
+        return int(0.85 * free) if device.type == "cuda" else free
+    if not isinstance(memory, str):
+        return at_least(0, "memory", memory)
+    try:
+        return parse_bytes(memory)
+    except ValueError as error:
+        raise ValueError(f"memory: {error}") from None
+
+# %% tags=["export:engine_setup"]
+def new_store(
+    name: str, spec: KVSpec, num_blocks: int, block_size: int, device: torch.device
+) -> KVStore:
+    """A store; ValueError, beginning with `name`, with advice, where there is no room for it."""
     try:
         return KVStore(spec, num_blocks, block_size, device)
-    except RuntimeError as error:
-        want = f"{num_blocks} blocks are {format_bytes(num_blocks * size)}"
+    except (RuntimeError, TypeError) as error:  # TypeError: a size of more than 64 bits
+        want = format_bytes(num_blocks * spec.bytes_per_block(block_size))
+        advice = "give a smaller memory= or num_blocks=, or a smaller model"
+        if name != "memory":
+            advice = f"give a smaller {name}="
+        free = "" if name != "memory" else f", and {format_bytes(free_memory(device))} are free"
         raise ValueError(
-            f"memory: {want}, and {format_bytes(free)} are free on {device};"
-            " give a smaller memory= or num_blocks=, or a smaller model"
+            f"{name}: {num_blocks} blocks are {want}{free} on {device}; {advice}"
         ) from error
+
+
+def check_given(model: Any, tokenizer: Any) -> None:
+    """ValueError, naming it, for what is no model or no tokenizer of transformers."""
+    if not (hasattr(model, "config") and hasattr(model, "device")):
+        raise ValueError(f"model = {model!r}: a loaded model of transformers is needed")
+    if tokenizer is not None and not hasattr(tokenizer, "backend_tokenizer"):
+        raise ValueError(f"tokenizer: {type(tokenizer).__name__} is not a fast one")
 
 # %% tags=["export:engine_setup"]
 def longest_sequence(config: Any, asked: int | None, store: KVStore) -> int:
@@ -1212,8 +1478,6 @@ def make_scheduler(
 
     Raises: ValueError, naming the setting.
     """
-    if settings.policy not in POLICIES:
-        raise ValueError(f"policy = {settings.policy!r}: one of {sorted(POLICIES)} is needed")
     budget, most = settings.token_budget, settings.max_running
     most = min(256, at_least(1, "token_budget", budget)) if most is None else most
     manager = BlockManager(
@@ -1291,11 +1555,10 @@ def take_stats(
 """The engine: requests in, text out, everything above at work."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Set
 
 import transformers
 
-from paged_kv.guest_attention import write_and_attend
 from paged_kv.guest_check import guest_spec
 
 # %% tags=["export:engine"]
@@ -1313,19 +1576,19 @@ class Engine:
     def __init__(
         self, model: Any, tokenizer: Any = None, *, runner: MakeRunner = EagerRunner, **options: Any
     ) -> None:
+        check_given(model, tokenizer)
         self.settings = settings = Settings(**options)
         self.model, self.tokenizer, self.device = model, tokenizer, model.device
-        if tokenizer is not None and not hasattr(tokenizer, "backend_tokenizer"):
-            raise ValueError(f"tokenizer: {type(tokenizer).__name__} is not a fast one")
         spec, on_gpu = guest_spec(model), self.device.type == "cuda"
         config = model.config.get_text_config(decoder=True)
         store = make_store(spec, settings, self.device)
+        spare, host = max(1, settings.host_blocks), torch.device("cpu")
+        self.host = new_store("host_blocks", spec, spare, store.block_size, host)
         longest = longest_sequence(config, settings.max_seq_len, store)
         self.scheduler, self.relief = make_scheduler(settings, store, longest)
         self.manager, self.cache = self.scheduler.manager, self.scheduler.cache
-        attention = KernelAttention(settings.batch_invariant) if on_gpu else write_and_attend
+        attention = KernelAttention(settings.batch_invariant) if on_gpu else CpuAttention()
         self.guest = PagedModel(model, store, attention)
-        self.host = KVStore(spec, max(1, settings.host_blocks), store.block_size)
         shape = self.manager.tables.table.shape
         self.runner = runner(self.guest, self.host, Room(settings.token_budget, shape[0], shape))
         self.vocab_size = config.vocab_size
@@ -1341,9 +1604,7 @@ class Engine:
 
 # %% tags=["export:engine"]
 class Engine(Engine):  # type: ignore
-    def add_request(
-        self, prompt: Prompt, max_new_tokens: int = 128, **options: Any
-    ) -> Hashable:
+    def add_request(self, prompt: Prompt, max_new_tokens: int = 128, **options: Any) -> Hashable:
         """Queue a request; returns its id.  Options: see `RequestOptions`.
 
         Raises, with nothing changed: ValueError, naming the argument.
@@ -1352,11 +1613,12 @@ class Engine(Engine):  # type: ignore
         if asked.stop and self.tokenizer is None:
             raise ValueError(f"stop = {asked.stop!r}: a tokenizer is needed")
         ids = encode(prompt, self.tokenizer, self.vocab_size)
-        request = make_request(ids, max_new_tokens, asked, eos_ids(self.model))
-        job = make_job(request, asked, self.settings.seed + self.scheduler.ledger.submitted)
-        job.id = self.scheduler.submit(request)
-        self.desk.jobs[job.id] = job
-        return job.id
+        number = self.scheduler.ledger.submitted
+        name = asked.name_among(self.desk.jobs, number)
+        request = make_request(name, ids, max_new_tokens, asked, eos_ids(self.model))
+        self.scheduler.submit(request)
+        self.desk.jobs[name] = make_job(request, asked, self.settings.seed + number)
+        return name
 
     def step(self) -> list[Delta]:
         """Launch what can be launched, then take in the oldest step.
@@ -1386,9 +1648,8 @@ class Engine(Engine):  # type: ignore
         return not (self.desk.jobs or self.pending or self.backlog)
 
     def run(self) -> Iterator[Delta]:
-        """Step until nothing is left, and give out all pieces."""
-        while not self.idle:
-            yield from self.step()
+        """Step until nothing is left, and give out all pieces; a break loses none."""
+        yield from all_pieces(self)
 
     def stream(self, prompt: Prompt, *given: Any, **options: Any) -> Iterator[Delta]:
         """Add a request when its first piece is asked for, and give out its pieces.
@@ -1470,6 +1731,17 @@ def post(engine: Engine, pieces: Sequence[Delta]) -> None:
         engine.desk.chooser.clear()
 
 
+def all_pieces(engine: Engine) -> Iterator[Delta]:
+    """Step until nothing is left; what was not taken goes back, to be given out first."""
+    while not engine.idle:
+        pieces = deque(engine.step())
+        try:
+            while pieces:
+                yield pieces.popleft()
+        finally:
+            engine.backlog[:0] = pieces
+
+
 def pieces_of(engine: Engine, name: Hashable) -> Iterator[Delta]:
     """The pieces of one request until it has ended; aborts it if it has not."""
     box = engine.mail[name] = deque()
@@ -1483,18 +1755,25 @@ def pieces_of(engine: Engine, name: Hashable) -> Iterator[Delta]:
         engine.abort(name)
         del engine.mail[name]
 
-
+# %% tags=["export:engine"]
 def answers_to(
-    engine: Engine, prompts: Sequence[Prompt], count: Any, progress: bool, options: dict[str, Any]
+    engine: Engine, prompts: Any, most: Any, progress: bool, options: dict[str, Any]
 ) -> list[Answer]:
     """Add all `prompts` and step until they have their answers; aborts them if it cannot."""
-    counts = [count] * len(prompts) if isinstance(count, int) else count
-    if len(counts) != len(prompts):
-        raise ValueError(f"max_new_tokens: {len(counts)} numbers for {len(prompts)} prompts")
+    if isinstance(prompts, (str, bytes, Mapping, Set)) or not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts = {prompts!r}: a list of prompts is needed")
+    given, each = list(prompts), isinstance(most, (Sequence, np.ndarray))
+    counts = list(most) if each and not isinstance(most, str) else [most] * len(given)
+    if len(counts) != len(given):
+        raise ValueError(f"max_new_tokens: {len(counts)} numbers for {len(given)} prompts")
     names: list[Hashable] = []
     try:
-        for prompt, most in zip(prompts, counts, strict=True):
-            names.append(engine.add_request(prompt, most, **options))
+        for place, prompt in enumerate(given):
+            try:
+                names.append(engine.add_request(prompt, counts[place], **options))
+            except ValueError as error:
+                error.args = (f"prompts[{place}]: {error}",)
+                raise
         return collect(engine, names, progress)
     except BaseException:
         for name in names:
@@ -1715,10 +1994,11 @@ for total in ((big + small) - big, (big - big) + small):  # the same three numbe
 #   `vllm/v1/worker/gpu_model_runner.py` the next step takes `prev_sampled_token_ids` on the GPU, as our `source` does. If a step raises, the engine process
 #   ends (`EngineDeadError` in `vllm/v1/engine/exceptions.py`) and its requests with it.
 # - SGLang: `python/sglang/srt/managers/scheduler.py`, `event_loop_overlap`: launches a batch, then processes the results of the one before.
+# - TensorRT-LLM: `tensorrt_llm/_torch/pyexecutor/py_executor.py` has two loops; the one with overlap does likewise.
 # - nano-vllm: `nanovllm/engine/llm_engine.py`: schedule, run, postprocess in a dozen lines, without a step ahead; a step is all prefill or all decode.
 #
 # vLLM (`vllm/v1/engine/output_processor.py`) and SGLang (`python/sglang/srt/managers/detokenizer_manager.py`) spell in another process than the one that launches, so
-# that text never delays a step.
+# that text never delays a step; TensorRT-LLM can hand it to workers (`tensorrt_llm/executor/postproc_worker.py`).
 #
 # ## Exercises
 #
@@ -1786,6 +2066,7 @@ try:
     raise AssertionError("it was taken")
 except IndexError as error:
     print(type(error).__name__, late.tolist())
+assert late[0] == -1 and (late[1:] >= 0).all()  # one row is enough
 
 # %% [markdown]
 # :::{exercise}

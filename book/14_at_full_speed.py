@@ -92,7 +92,7 @@ print(f"measured: the floor under the same steps {asked['floor_s']:.1f} s,",
 # %% [markdown]
 # More than a thousand launches a step, and a host that needs some tens of microseconds to get each
 # one through Python, PyTorch and the driver. The device finishes most of them sooner. Nothing here is
-# wrong, and nine tenths of a very expensive machine stand idle.
+# wrong, and for most of the time a very expensive machine waits.
 #
 # **The question.** How does the same engine come near the speed of the device's memory, without a
 # single answer changing?
@@ -143,9 +143,10 @@ for n in (1, 16, 64, 256, 1024):
 # :::
 #
 # :::{dropdown} Reasoning
-# Reading a weight of two bytes takes $2 / 4.6\text{e}12$ seconds, using it $2n / 796\text{e}12$ for $n$ sequences. They
-# are equal at $n \approx 173$. So at 256 the products are bound by arithmetic, while attention beside them stays
-# bound by bytes. The floor lets the two overlap; no engine of this book's time does that, so none reaches it.
+# A weight has two bytes, and $n$ sequences do $2n$ operations with it. Reading takes as long as computing where $n$ is the
+# rate of products over that of reads: 800 over 4.7, about 170. So at 256 the products are bound by arithmetic, while attention
+# beside them stays bound by bytes. The floor lets the two overlap. An engine that runs one behind the other, as ours does,
+# cannot reach it.
 # :::
 
 # %%
@@ -262,7 +263,7 @@ for asked_shape in (StepShape(37, 0, 0), StepShape(3, 1, 70), StepShape(200, 2, 
 # shape with exactly these. Each padded decode is a token of its own, without a slot, in a sequence that holds
 # nothing; what is left over behind the last chunk belongs to one more sequence that holds nothing.
 #
-# The proof is a comparison. Below, every step of a run is computed twice, in its exact shape and in a padded one,
+# We compare. Below, every step of a run is computed twice, in its exact shape and in a padded one,
 # over two stores, and all logits and *all bytes* of both stores are compared, the NaN of unwritten slots
 # included.
 
@@ -415,7 +416,7 @@ class FastMoves(FastMoves):  # type: ignore
 #
 # :::{dropdown} Reasoning
 # 256 blocks of 2 MiB are 0.54 GB, twice. At some 50 GB/s that is about 21 ms. To compute 4,096 tokens takes 15 GFLOP
-# each, 61 TFLOP, at 796 TFLOP/s no less than 77 ms. So swapping should win by more than three times, and since
+# each, 61 TFLOP, at 800 TFLOP/s no less than 77 ms. So swapping should win by more than three times, and since
 # both grow with length, it should win almost everywhere.
 # :::
 
@@ -425,7 +426,7 @@ flop = 2 * weights  # a token
 print(f"a block {kv * 16 / 2**20:.0f} MiB, 256 of them {256 * kv * 16 / 1e9:.2f} GB;",
       f"both ways {2 * 256 * kv * 16 / 50e9 * 1e3:.0f} ms at 50 GB/s")
 print(f"a token {flop / 1e9:.0f} GFLOP, 4,096 of them {4096 * flop / 1e12:.0f} TFLOP:",
-      f"{4096 * flop / 796e12 * 1e3:.0f} ms at 796 TFLOP/s")
+      f"{4096 * flop / 800e12 * 1e3:.0f} ms at 800 TFLOP/s")
 for r in one:
     speed = 2 * r["blocks"] * r["bytes_per_block"] / r["swap_s"] / 1e9
     print(f"measured: {r['tokens']:5} tokens: again {1e3 * r['replay_s']:6.1f} ms,",
@@ -886,7 +887,7 @@ assert 0 < run[True] - run[False] <= ended["stop"]
 #
 # ## The ladder
 #
-# Four measures, one after the other, on the workload of chapter 13's question: 256 requests with lognormal lengths, a
+# Four measures, one after the other, on one workload: 256 requests with lognormal lengths, a
 # model of the shape of Llama 3 8B with random weights in bf16, one H200. The prediction from the counts above: recording should
 # remove nearly all of the host's time, a step ahead the rest of it, and fusing about a fifth of what the device is left with.
 
@@ -1025,9 +1026,10 @@ for r in rows:
 # - vLLM records decode steps whole and mixed steps in pieces around attention, in `vllm/v1/cudagraph_dispatcher.py` and
 #   `vllm/compilation/cuda_graph.py`; its sizes stand in `vllm/config/compilation.py`. Its asynchronous
 #   scheduling is the step ahead.
-# - SGLang's `srt/model_executor/cuda_graph_runner.py` pads batches to recorded sizes; its scheduler overlaps the host with the
-#   device in the same way.
-# - TensorRT-LLM pads with dummy requests in `tensorrt_llm/_torch/pyexecutor/cuda_graph_runner.py`.
+# - SGLang's `python/sglang/srt/model_executor/cuda_graph_runner.py` pads batches to recorded sizes; its scheduler overlaps the
+#   host with the device in the same way (`event_loop_overlap`).
+# - TensorRT-LLM pads with dummy requests in `tensorrt_llm/_torch/pyexecutor/cuda_graph_runner.py`, and has the step ahead in
+#   `tensorrt_llm/_torch/pyexecutor/py_executor.py`.
 # - Merged projections are how their model code is written in the first place; it is the price of guests that they come as
 #   their authors wrote them.
 #

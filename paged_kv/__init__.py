@@ -44,6 +44,7 @@
     attend           Attention of mixed batches: decodes by one kernel, chunks of prompts by the other.
     step_upload      A step on its way to the device: one buffer, one copy, and tables that stay there.
     runner           Who runs a plan on the device: the plain way, one launch after another.
+    cpu_attention    Attention on a CPU: decodes by whole blocks, planned once a step for all layers.
     answers          What users get: pieces of text as they come, and answers when they are complete.
     chooser          From logits to tokens: chosen on the device, read by the host when it needs them.
     delivery         When a step's tokens are there: commit them, spell them, end what has come to its end.
@@ -64,6 +65,7 @@
     serve_cli        `paged-kv generate` and `paged-kv chat`.
     bench_cli        `paged-kv bench`, and `paged-kv watch`: the same run, with or without a view of it.
     cli              The command line, `paged-kv`: each command asks the package one question and prints the answer.
+    command          Where `paged-kv` starts: whatever package is missing, one line says how to install it.
     config_facts     The facts of a model's config.json, under whichever names the file gives them.
     configs          The KV cache of a real model, read from its config.json.
     weights          What a model's weights take, from its files or, for plain decoders, from its shapes.
@@ -149,6 +151,7 @@ if TYPE_CHECKING:
         BenchTotals,
         Stopwatch,
         bench_report,
+        counts_since,
         note_piece,
         note_step,
         quantiles,
@@ -245,6 +248,7 @@ if TYPE_CHECKING:
         refusing,
         users_rows,
     )
+    from paged_kv.command import start
     from paged_kv.config_facts import (
         find_fact,
         listed_values,
@@ -289,6 +293,13 @@ if TYPE_CHECKING:
         rewire,
     )
     from paged_kv.cost_model import CostModel
+    from paged_kv.cpu_attention import (
+        CpuAttention,
+        Decodes,
+        attend_decodes,
+        like_lengths,
+        plan_decodes,
+    )
     from paged_kv.decode_kernels import decode_kernel, walk_range
     from paged_kv.decode_parts import (
         finish_range,
@@ -359,6 +370,7 @@ if TYPE_CHECKING:
     )
     from paged_kv.engine import (
         Engine,
+        all_pieces,
         answers_to,
         collect,
         launch,
@@ -371,10 +383,14 @@ if TYPE_CHECKING:
         EngineStats,
         Settings,
         assumed_costs,
+        bytes_asked,
+        check_given,
+        check_settings,
         free_memory,
         longest_sequence,
         make_scheduler,
         make_store,
+        new_store,
         take_stats,
     )
     from paged_kv.fast_moves import FastMoves, move_kernel
@@ -478,6 +494,7 @@ if TYPE_CHECKING:
         packaged_file,
         random_facts,
         random_model,
+        read_device,
         read_dtype,
         stored_model,
     )
@@ -525,6 +542,7 @@ if TYPE_CHECKING:
         chunk_type,
         encode_parts,
         filled_chunks,
+        key_of,
         prompt_digests,
         refuse_bools,
         root_digest,
@@ -548,6 +566,7 @@ if TYPE_CHECKING:
     )
     from paged_kv.request_options import (
         RequestOptions,
+        check_kinds,
         check_options,
         encode,
         eos_ids,
@@ -706,7 +725,9 @@ __all__ = [
     "CopySubject",
     "CostModel",
     "Costs",
+    "CpuAttention",
     "DecodePlan",
+    "Decodes",
     "Delta",
     "Desk",
     "DeviceSampler",
@@ -824,12 +845,14 @@ __all__ = [
     "admit_cached",
     "advance",
     "all_open_and_different",
+    "all_pieces",
     "answer_all",
     "answers_report",
     "answers_to",
     "as_rows",
     "assumed_costs",
     "at_least",
+    "attend_decodes",
     "attend_keys",
     "attend_range",
     "attention_set",
@@ -854,6 +877,7 @@ __all__ = [
     "branch",
     "build_plan",
     "byte_tokenizer",
+    "bytes_asked",
     "cached_blocks",
     "call_theirs",
     "capacity",
@@ -866,9 +890,11 @@ __all__ = [
     "check_attention_run",
     "check_config",
     "check_decode",
+    "check_given",
     "check_guest",
     "check_i1",
     "check_i2",
+    "check_kinds",
     "check_ledger",
     "check_main",
     "check_module",
@@ -880,6 +906,7 @@ __all__ = [
     "check_range",
     "check_roots",
     "check_rows",
+    "check_settings",
     "check_slots",
     "checked_batch",
     "checked_counts",
@@ -909,6 +936,7 @@ __all__ = [
     "count_tokens",
     "counted",
     "counts_line",
+    "counts_since",
     "cut_batch",
     "cut_kernel",
     "cut_tokens",
@@ -997,6 +1025,7 @@ __all__ = [
     "keep_pace",
     "keep_row",
     "key_blocks",
+    "key_of",
     "key_range",
     "key_rows",
     "key_word",
@@ -1015,6 +1044,7 @@ __all__ = [
     "layer_shape",
     "leave",
     "length_report",
+    "like_lengths",
     "limits_of",
     "lines_said",
     "listed_kinds",
@@ -1058,6 +1088,7 @@ __all__ = [
     "must_copy",
     "name_of",
     "new_cells",
+    "new_store",
     "next_plan",
     "next_pow2",
     "noise_words",
@@ -1094,6 +1125,7 @@ __all__ = [
     "places_of",
     "plain_line",
     "plan_attend",
+    "plan_decodes",
     "plan_kernel",
     "plan_seconds",
     "position_keys",
@@ -1131,6 +1163,7 @@ __all__ = [
     "raw_logprobs",
     "read_azure",
     "read_config",
+    "read_device",
     "read_dtype",
     "read_lengths",
     "read_mooncake",
@@ -1191,6 +1224,7 @@ __all__ = [
     "split_tiles",
     "spread_rows",
     "standing",
+    "start",
     "start_sums",
     "stated_lengths",
     "stats_line",
@@ -1277,7 +1311,9 @@ _HOME = {
     "CopySubject": "check_copies",
     "CostModel": "cost_model",
     "Costs": "preemption",
+    "CpuAttention": "cpu_attention",
     "DecodePlan": "decode_plan",
+    "Decodes": "cpu_attention",
     "Delta": "answers",
     "Desk": "delivery",
     "DeviceSampler": "device_sampling",
@@ -1395,12 +1431,14 @@ _HOME = {
     "admit_cached": "prefix_cache",
     "advance": "turns",
     "all_open_and_different": "block_tables",
+    "all_pieces": "engine",
     "answer_all": "serve_cli",
     "answers_report": "serve_cli",
     "answers_to": "engine",
     "as_rows": "block_tables",
     "assumed_costs": "engine_setup",
     "at_least": "sizing",
+    "attend_decodes": "cpu_attention",
     "attend_keys": "prefill_tiles",
     "attend_range": "decode_tiles",
     "attention_set": "guest_attention",
@@ -1425,6 +1463,7 @@ _HOME = {
     "branch": "residents",
     "build_plan": "step_plan",
     "byte_tokenizer": "model_source",
+    "bytes_asked": "engine_setup",
     "cached_blocks": "live_view",
     "call_theirs": "check_reader",
     "capacity": "sizing",
@@ -1437,9 +1476,11 @@ _HOME = {
     "check_attention_run": "check_bytes",
     "check_config": "guest_check",
     "check_decode": "kernels",
+    "check_given": "engine_setup",
     "check_guest": "guest_check",
     "check_i1": "check_paper",
     "check_i2": "check_paper",
+    "check_kinds": "request_options",
     "check_ledger": "ledger",
     "check_main": "check_suites",
     "check_module": "check_suites",
@@ -1451,6 +1492,7 @@ _HOME = {
     "check_range": "kv_store",
     "check_roots": "check_prefix",
     "check_rows": "check_paper",
+    "check_settings": "engine_setup",
     "check_slots": "check_suites",
     "checked_batch": "device_sampling",
     "checked_counts": "block_tables",
@@ -1480,6 +1522,7 @@ _HOME = {
     "count_tokens": "row_settings",
     "counted": "live_view",
     "counts_line": "serve_cli",
+    "counts_since": "bench_run",
     "cut_batch": "attention",
     "cut_kernel": "shape_kernels",
     "cut_tokens": "token_cuts",
@@ -1568,6 +1611,7 @@ _HOME = {
     "keep_pace": "scheduler",
     "keep_row": "shape_kernels",
     "key_blocks": "prefill_tiles",
+    "key_of": "prefix_keys",
     "key_range": "prefill_tiles",
     "key_rows": "prefill_tiles",
     "key_word": "draw_kernel",
@@ -1586,6 +1630,7 @@ _HOME = {
     "layer_shape": "configs",
     "leave": "ledger",
     "length_report": "capacity_report",
+    "like_lengths": "cpu_attention",
     "limits_of": "triton_device",
     "lines_said": "serve_cli",
     "listed_kinds": "configs",
@@ -1629,6 +1674,7 @@ _HOME = {
     "must_copy": "copy_on_write",
     "name_of": "check_reader",
     "new_cells": "residents",
+    "new_store": "engine_setup",
     "next_plan": "step_plan",
     "next_pow2": "triton_device",
     "noise_words": "keyed_noise",
@@ -1665,6 +1711,7 @@ _HOME = {
     "places_of": "block_pool",
     "plain_line": "live_view",
     "plan_attend": "attend",
+    "plan_decodes": "cpu_attention",
     "plan_kernel": "decode_shares",
     "plan_seconds": "simulate",
     "position_keys": "keyed_noise",
@@ -1702,6 +1749,7 @@ _HOME = {
     "raw_logprobs": "device_sampling",
     "read_azure": "traces",
     "read_config": "config_facts",
+    "read_device": "model_source",
     "read_dtype": "model_source",
     "read_lengths": "capacity_report",
     "read_mooncake": "traces",
@@ -1762,6 +1810,7 @@ _HOME = {
     "split_tiles": "decode_shares",
     "spread_rows": "device_sampling",
     "standing": "liveness",
+    "start": "command",
     "start_sums": "decode_parts",
     "stated_lengths": "cli",
     "stats_line": "serve_cli",

@@ -92,9 +92,10 @@ def drawn_load(
         TimedPrompt(due, np.append(begin, rng.integers(0, vocab_size, n, np.int32)), new)
         for due, n, new in zip(due_times(rng, count, rate), *sizes, strict=True)
     ]
-    how = f"Poisson, {rate:g} requests/s" if rate else f"closed, {at_once or count} at once"
+    users = None if rate else count if at_once is None else at_once
+    how = f"Poisson, {rate:g} requests/s" if rate else f"closed, {users} at once"
     name = f"{count} requests, {how}, lognormal lengths, seed {seed}"
-    return BenchLoad(name, tuple(requests), None if rate else at_once or count)
+    return BenchLoad(name, tuple(requests), users)
 
 
 def trace_load(
@@ -164,9 +165,10 @@ def question_load(
         encode_chat(tokenizer, [("system", SYSTEM), ("user", question)]) for question in asked
     ]
     requests = map(TimedPrompt, times, prompts, news)
-    how = f"Poisson, {rate:g} requests/s" if rate else f"closed, {at_once or count} at once"
+    users = None if rate else count if at_once is None else at_once
+    how = f"Poisson, {rate:g} requests/s" if rate else f"closed, {users} at once"
     name = f"{count} questions behind one system prompt, {how}, seed {seed}"
-    return BenchLoad(name, tuple(requests), None if rate else at_once or count, ends=True)
+    return BenchLoad(name, tuple(requests), users, ends=True)
 
 
 def endless(rng: np.random.Generator, items: Sequence[str]) -> Iterator[str]:

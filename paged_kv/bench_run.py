@@ -203,6 +203,12 @@ def bench_report(bench: Bench) -> dict[str, Any]:
         "blocks": stats.blocks, "blocks_held": round(totals.held / stepping, 4),
         "slots_filled": round(totals.filled / stepping, 4),
         "mean_running": round(totals.running / stepping, 2),
-        "preemptions": dict(stats.preemptions), "steps": stats.steps - before.steps,
-        "step_kinds": dict(stats.step_kinds),
+        "preemptions": counts_since(before.preemptions, stats.preemptions),
+        "steps": stats.steps - before.steps,
+        "step_kinds": counts_since(before.step_kinds, stats.step_kinds),
     }  # fmt: skip
+
+
+def counts_since(before: dict[str, int], now: dict[str, int]) -> dict[str, int]:
+    """How often each happened from then to now."""
+    return {kind: count - before.get(kind, 0) for kind, count in now.items()}

@@ -104,15 +104,15 @@ class BlockNames:
         parents: Iterable[Node | bytes],
         chunks: Iterable[bytes],
         places: NDArray[np.integer[Any]],
-    ) -> list[Key]:
+    ) -> list[Node]:
         """Name each block of `places` by its chunk, see `KeyTree.intern`; named ones keep theirs.
 
-        Returns: their keys.
+        Returns: the node of each.
         """
-        named, quiet, given = self.named, self.events is None, 0
-        nodes = self.tree.intern(parents, chunks)
+        named, quiet, given, nodes = self.named, self.events is None, 0, list[Node]()
         self.epochs[places] = self.pool.epoch[places]
-        for node, block in zip(nodes, places.tolist(), strict=True):
+        for node, block in zip(self.tree.intern(parents, chunks), places.tolist(), strict=True):
+            nodes.append(node)
             if named[block] is None:
                 named[block] = node
                 given += 1
@@ -121,12 +121,11 @@ class BlockNames:
                 else:
                     self._hold(node, block)
         self.given += given
-        return [node.id for node in nodes]
+        return nodes
 
     def take_away(self, ids: list[int]) -> None:
         """Let `ids` have no name; those that have none are left alone."""
-        for block in ids:
-            node = self.named[block]
+        for block, node in zip(ids, map(self.named.__getitem__, ids), strict=True):
             if node is None:
                 continue
             self.named[block] = None

@@ -6,7 +6,7 @@ from typing import cast
 
 from paged_kv.answers import Answer
 from paged_kv.bench_load import encode_chat
-from paged_kv.engine import Engine
+from paged_kv.engine import Engine, pieces_of
 from paged_kv.sampling_params import SamplingOptions
 
 
@@ -30,8 +30,9 @@ class ChatSession:
     def ask(self, text: str) -> Iterator[str]:
         """Say `text` and give out the answer in pieces; both become history.
 
-        Leaving early keeps what was said until then.  Raises, with the history unchanged:
-        ValueError for a history that has outgrown the model or the pool.
+        The engine may serve others besides.  Leaving early keeps what was said until then.
+        Raises, with the history unchanged: ValueError for a history that has outgrown the model
+        or the pool.
         """
         asked = [*self.turns, ("user", text)]
         prompt = encode_chat(self.engine.tokenizer, asked)
@@ -39,11 +40,9 @@ class ChatSession:
         name = self.engine.add_request(prompt.tolist(), limit, sampling=sampling)
         said, self.turns, self.answer = "", asked, None
         try:
-            while self.answer is None:
-                for piece in self.engine.step():
-                    said += piece.text
-                    self.answer = piece.answer
-                    yield piece.text
+            for piece in pieces_of(self.engine, name):
+                said, self.answer = said + piece.text, piece.answer
+                yield piece.text
         finally:
             self.answer = self.answer or self.engine.abort(name)
             self.turns = [*asked, ("assistant", said)]

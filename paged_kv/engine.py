@@ -2,28 +2,30 @@
 """The engine: requests in, text out, everything above at work."""
 
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 
 from paged_kv.answers import Answer, Delta
 from paged_kv.attend import KernelAttention
 from paged_kv.chooser import Chooser, Pending
+from paged_kv.cpu_attention import CpuAttention
 from paged_kv.delivery import Desk, close_all, deliver
 from paged_kv.engine_setup import (
     EngineStats,
     Settings,
+    check_given,
     longest_sequence,
     make_scheduler,
     make_store,
+    new_store,
     take_stats,
 )
-from paged_kv.guest_attention import write_and_attend
 from paged_kv.guest_check import guest_spec
 from paged_kv.hf_adapter import PagedModel
-from paged_kv.kv_store import KVStore
 from paged_kv.request_options import Prompt, RequestOptions, encode, eos_ids, make_job, make_request
 from paged_kv.runner import EagerRunner, MakeRunner, Room
 from paged_kv.step_plan import StepPlan
@@ -43,19 +45,19 @@ class Engine:
     def __init__(
         self, model: Any, tokenizer: Any = None, *, runner: MakeRunner = EagerRunner, **options: Any
     ) -> None:
+        check_given(model, tokenizer)
         self.settings = settings = Settings(**options)
         self.model, self.tokenizer, self.device = model, tokenizer, model.device
-        if tokenizer is not None and not hasattr(tokenizer, "backend_tokenizer"):
-            raise ValueError(f"tokenizer: {type(tokenizer).__name__} is not a fast one")
         spec, on_gpu = guest_spec(model), self.device.type == "cuda"
         config = model.config.get_text_config(decoder=True)
         store = make_store(spec, settings, self.device)
+        spare, host = max(1, settings.host_blocks), torch.device("cpu")
+        self.host = new_store("host_blocks", spec, spare, store.block_size, host)
         longest = longest_sequence(config, settings.max_seq_len, store)
         self.scheduler, self.relief = make_scheduler(settings, store, longest)
         self.manager, self.cache = self.scheduler.manager, self.scheduler.cache
-        attention = KernelAttention(settings.batch_invariant) if on_gpu else write_and_attend
+        attention = KernelAttention(settings.batch_invariant) if on_gpu else CpuAttention()
         self.guest = PagedModel(model, store, attention)
-        self.host = KVStore(spec, max(1, settings.host_blocks), store.block_size)
         shape = self.manager.tables.table.shape
         self.runner = runner(self.guest, self.host, Room(settings.token_budget, shape[0], shape))
         self.vocab_size = config.vocab_size
@@ -78,11 +80,12 @@ class Engine:
         if asked.stop and self.tokenizer is None:
             raise ValueError(f"stop = {asked.stop!r}: a tokenizer is needed")
         ids = encode(prompt, self.tokenizer, self.vocab_size)
-        request = make_request(ids, max_new_tokens, asked, eos_ids(self.model))
-        job = make_job(request, asked, self.settings.seed + self.scheduler.ledger.submitted)
-        job.id = self.scheduler.submit(request)
-        self.desk.jobs[job.id] = job
-        return job.id
+        number = self.scheduler.ledger.submitted
+        name = asked.name_among(self.desk.jobs, number)
+        request = make_request(name, ids, max_new_tokens, asked, eos_ids(self.model))
+        self.scheduler.submit(request)
+        self.desk.jobs[name] = make_job(request, asked, self.settings.seed + number)
+        return name
 
     def step(self) -> list[Delta]:
         """Launch what can be launched, then take in the oldest step.
@@ -110,9 +113,8 @@ class Engine:
         return not (self.desk.jobs or self.pending or self.backlog)
 
     def run(self) -> Iterator[Delta]:
-        """Step until nothing is left, and give out all pieces."""
-        while not self.idle:
-            yield from self.step()
+        """Step until nothing is left, and give out all pieces; a break loses none."""
+        yield from all_pieces(self)
 
     def stream(self, prompt: Prompt, *given: Any, **options: Any) -> Iterator[Delta]:
         """Add a request when its first piece is asked for, and give out its pieces.
@@ -190,6 +192,17 @@ def post(engine: Engine, pieces: Sequence[Delta]) -> None:
         engine.desk.chooser.clear()
 
 
+def all_pieces(engine: Engine) -> Iterator[Delta]:
+    """Step until nothing is left; what was not taken goes back, to be given out first."""
+    while not engine.idle:
+        pieces = deque(engine.step())
+        try:
+            while pieces:
+                yield pieces.popleft()
+        finally:
+            engine.backlog[:0] = pieces
+
+
 def pieces_of(engine: Engine, name: Hashable) -> Iterator[Delta]:
     """The pieces of one request until it has ended; aborts it if it has not."""
     box = engine.mail[name] = deque()
@@ -205,16 +218,23 @@ def pieces_of(engine: Engine, name: Hashable) -> Iterator[Delta]:
 
 
 def answers_to(
-    engine: Engine, prompts: Sequence[Prompt], count: Any, progress: bool, options: dict[str, Any]
+    engine: Engine, prompts: Any, most: Any, progress: bool, options: dict[str, Any]
 ) -> list[Answer]:
     """Add all `prompts` and step until they have their answers; aborts them if it cannot."""
-    counts = [count] * len(prompts) if isinstance(count, int) else count
-    if len(counts) != len(prompts):
-        raise ValueError(f"max_new_tokens: {len(counts)} numbers for {len(prompts)} prompts")
+    if isinstance(prompts, (str, bytes, Mapping, Set)) or not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts = {prompts!r}: a list of prompts is needed")
+    given, each = list(prompts), isinstance(most, (Sequence, np.ndarray))
+    counts = list(most) if each and not isinstance(most, str) else [most] * len(given)
+    if len(counts) != len(given):
+        raise ValueError(f"max_new_tokens: {len(counts)} numbers for {len(given)} prompts")
     names: list[Hashable] = []
     try:
-        for prompt, most in zip(prompts, counts, strict=True):
-            names.append(engine.add_request(prompt, most, **options))
+        for place, prompt in enumerate(given):
+            try:
+                names.append(engine.add_request(prompt, counts[place], **options))
+            except ValueError as error:
+                error.args = (f"prompts[{place}]: {error}",)
+                raise
         return collect(engine, names, progress)
     except BaseException:
         for name in names:

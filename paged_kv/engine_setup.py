@@ -52,6 +52,23 @@ class Settings:
     ahead: bool | None = None
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+
+def check_settings(given: Settings) -> None:
+    """ValueError, naming the field, for a value that is not of its kind."""
+    for name in ("chunked", "prefix_caching", "batch_invariant", "ahead"):
+        value = getattr(given, name)
+        if not (isinstance(value, bool) or (name == "ahead" and value is None)):
+            raise ValueError(f"{name} = {value!r}: True or False is needed")
+    at_least(0, "host_blocks", given.host_blocks)
+    at_least(0, "seed", given.seed)
+    if given.policy not in list(POLICIES):
+        raise ValueError(f"policy = {given.policy!r}: one of {sorted(POLICIES)} is needed")
+    if not isinstance(given.costs, Costs | None):
+        raise ValueError(f"costs = {given.costs!r}: Costs are needed, or None")
+
 
 def free_memory(device: torch.device) -> int:
     """Bytes that nobody has taken: of the GPU; 1 GiB on a CPU, whatever there is."""
@@ -70,24 +87,51 @@ def make_store(spec: KVSpec, settings: Settings, device: torch.device) -> KVStor
     if settings.memory is not None and settings.num_blocks is not None:
         raise ValueError("memory, num_blocks: one of them, not both")
     block_size = at_least(1, "block_size", settings.block_size)
-    size, free = spec.bytes_per_block(block_size), free_memory(device)
-    num_blocks = settings.num_blocks
+    size, num_blocks = spec.bytes_per_block(block_size), settings.num_blocks
     if num_blocks is None:
-        asked = settings.memory
-        if asked is None:
-            asked = int(0.85 * free) if device.type == "cuda" else free
-        asked = parse_bytes(asked) if isinstance(asked, str) else at_least(0, "memory", asked)
+        asked = bytes_asked(settings.memory, device)
         num_blocks = asked // size
         if not num_blocks:
             raise ValueError(f"memory: {format_bytes(asked)}, one block takes {format_bytes(size)}")
+    return new_store("memory", spec, num_blocks, block_size, device)
+
+
+def bytes_asked(memory: int | str | None, device: torch.device) -> int:
+    """The setting `memory` in bytes; where it is None, what may be taken of the device."""
+    if memory is None:
+        free = free_memory(device)
+        return int(0.85 * free) if device.type == "cuda" else free
+    if not isinstance(memory, str):
+        return at_least(0, "memory", memory)
+    try:
+        return parse_bytes(memory)
+    except ValueError as error:
+        raise ValueError(f"memory: {error}") from None
+
+
+def new_store(
+    name: str, spec: KVSpec, num_blocks: int, block_size: int, device: torch.device
+) -> KVStore:
+    """A store; ValueError, beginning with `name`, with advice, where there is no room for it."""
     try:
         return KVStore(spec, num_blocks, block_size, device)
-    except RuntimeError as error:
-        want = f"{num_blocks} blocks are {format_bytes(num_blocks * size)}"
+    except (RuntimeError, TypeError) as error:  # TypeError: a size of more than 64 bits
+        want = format_bytes(num_blocks * spec.bytes_per_block(block_size))
+        advice = "give a smaller memory= or num_blocks=, or a smaller model"
+        if name != "memory":
+            advice = f"give a smaller {name}="
+        free = "" if name != "memory" else f", and {format_bytes(free_memory(device))} are free"
         raise ValueError(
-            f"memory: {want}, and {format_bytes(free)} are free on {device};"
-            " give a smaller memory= or num_blocks=, or a smaller model"
+            f"{name}: {num_blocks} blocks are {want}{free} on {device}; {advice}"
         ) from error
+
+
+def check_given(model: Any, tokenizer: Any) -> None:
+    """ValueError, naming it, for what is no model or no tokenizer of transformers."""
+    if not (hasattr(model, "config") and hasattr(model, "device")):
+        raise ValueError(f"model = {model!r}: a loaded model of transformers is needed")
+    if tokenizer is not None and not hasattr(tokenizer, "backend_tokenizer"):
+        raise ValueError(f"tokenizer: {type(tokenizer).__name__} is not a fast one")
 
 
 def longest_sequence(config: Any, asked: int | None, store: KVStore) -> int:
@@ -113,8 +157,6 @@ def make_scheduler(
 
     Raises: ValueError, naming the setting.
     """
-    if settings.policy not in POLICIES:
-        raise ValueError(f"policy = {settings.policy!r}: one of {sorted(POLICIES)} is needed")
     budget, most = settings.token_budget, settings.max_running
     most = min(256, at_least(1, "token_budget", budget)) if most is None else most
     manager = BlockManager(

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -15,8 +15,7 @@ from paged_kv.residents import Residents, rewire_beams
 from paged_kv.step_plan import Cadence, StepPlan
 
 
-@dataclass(frozen=True, eq=False)
-class Flight:
+class Flight(NamedTuple):
     """A plan handed out and not committed.
 
     Fields
@@ -41,7 +40,7 @@ def checked_samples(sampled: ArrayLike, count: int) -> Tokens:
     if tokens.shape != (count,) or (count and tokens.dtype.kind not in "iu"):
         raise ValueError(f"sampled: {count} token ids are needed, not {sampled!r}")
     own = tokens.astype(np.int32)
-    if (count and own.min() < 0) or (tokens.itemsize > 4 and (tokens != own).any()):
+    if np.count_nonzero(own < 0) or (tokens.itemsize > 4 and (tokens != own).any()):
         raise ValueError(f"sampled: token ids are 0 to {MAX_TOKEN}")
     return own
 

@@ -40,7 +40,7 @@ def load_model(
         download  whether a hub name may be fetched; otherwise it has to be there.
     Raises: ValueError that names the source and what is wrong with it.
     """
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = read_device(device)
     kind = read_dtype(dtype, place)
     if importlib.util.find_spec("transformers") is None:
         raise ValueError(f"model = {source!r}: {NO_LIBRARY}")
@@ -54,6 +54,14 @@ def load_model(
         if isinstance(error, ValueError) and said.startswith("model ="):
             raise
         raise ValueError(f"model = {source!r}: {type(error).__name__}: {said}") from error
+
+
+def read_device(name: str | None) -> torch.device:
+    """The device that `name` means, a GPU if it is None and there is one; ValueError for none."""
+    try:
+        return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device = {name!r}: such as cpu, cuda or cuda:1 is needed") from None
 
 
 def read_dtype(name: str | None, place: torch.device) -> torch.dtype:

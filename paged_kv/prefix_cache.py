@@ -140,8 +140,8 @@ class PrefixCache:
         chunks = filled_chunks(tokens, self.block_size, len(places), parts)
         above = names.tree.above(parent)
         names.refuse(places, names.tree.known(parent, chunks))
-        keys = names.add([above], chunks, places)
-        return keys[-1] if keys else parent
+        nodes = names.add([above], chunks, places)
+        return nodes[-1].id if nodes else parent
 
     def publish_each(
         self, parents: Sequence[Key], tokens: NDArray[np.int32], ids: BlockIds
@@ -153,7 +153,7 @@ class PrefixCache:
         chunks = filled_chunks(tokens.reshape(-1), self.block_size, len(places), NO_PARTS)
         above = list(map(names.tree.above, parents))
         names.refuse(places, map(names.tree.nodes.get, zip(parents, chunks, strict=True)))
-        return names.add(above, chunks, places)
+        return [node.id for node in names.add(above, chunks, places)]
 
     def publish_chunks(
         self, parents: Sequence[Key], chunks: Sequence[bytes], places: NDArray[np.integer[Any]]
@@ -161,7 +161,7 @@ class PrefixCache:
         """`publish_each` without its checks: for a caller whose own rows hold `places`."""
         by_id = self.names.tree.by_id
         above = [by_id[key] if isinstance(key, int) else key for key in parents]
-        return self.names.add(above, chunks, places.astype(np.int64))
+        return [node.id for node in self.names.add(above, chunks, places)]
 
 
 def _walk(

@@ -119,7 +119,12 @@ class Node:
     @property
     def parent_key(self) -> Key:
         """The id of the parent, or the root."""
-        return self.parent.id if isinstance(self.parent, Node) else self.parent
+        return key_of(self.parent)
+
+
+def key_of(above: Node | bytes) -> Key:
+    """The key of a node, or the root itself."""
+    return above.id if isinstance(above, Node) else above
 
 
 class KeyTree:
@@ -152,23 +157,24 @@ class KeyTree:
             key = None if node is None else node.id
             yield node
 
-    def intern(self, parents: Iterable[Node | bytes], chunks: Iterable[bytes]) -> list[Node]:
+    def intern(self, parents: Iterable[Node | bytes], chunks: Iterable[bytes]) -> Iterator[Node]:
         """The node of each chunk behind its parent, made where there is none yet.
 
         Where parents run out, the node before is the parent: a chain has one, above its first.
         """
-        nodes, by_id, serial, found = self.nodes, self.by_id, self._next_id, list[Node]()
+        nodes, by_id = self.nodes, self.by_id
+        above: Node | bytes = b""
         for parent, chunk in zip(chain(parents, repeat(None)), chunks):
-            above = found[-1] if parent is None else parent
+            above = above if parent is None else parent
             place = (above.id if isinstance(above, Node) else above), chunk
             if (node := nodes.get(place)) is None:
+                serial = self._next_id
                 nodes[place] = by_id[serial] = node = Node(serial, above, chunk)
-                serial += 1
+                self._next_id = serial + 1
                 if isinstance(above, Node):
                     above.children += 1
-            found.append(node)
-        self._next_id = serial
-        return found
+            above = node
+            yield node
 
     def prune(self, node: Node) -> None:
         """Drop `node` if nothing needs it, and then its ancestors likewise."""

@@ -1,12 +1,15 @@
 # Exported from book/13_engine.py by tools/export.py; edit the chapter, not this file.
 """What a request may ask for beside its prompt, checked when it is made."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
+from numbers import Real
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from paged_kv.answers import Job
 from paged_kv.beams import BeamSearch
@@ -23,7 +26,7 @@ class RequestOptions:
     Fields
         sampling        how tokens are chosen; greedy if None.
         n, beam_width   samples of the prompt, or beams in their place.
-        length_penalty, early_stopping   of beams, see `BeamSearch`.
+        length_penalty, early_stopping   of beams, see `BeamSearch`; the former -10 to 10.
         stop            strings that end a sample and are not part of it.
         stop_tokens     that end a sample, and are part of it; the model's own if None.
         priority        lower goes first.
@@ -52,22 +55,46 @@ class RequestOptions:
         """The stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
+    def name_among(self, used: Collection[Hashable], number: int) -> Hashable:
+        """The request's id; the first free number from `number` on if it gives none."""
+        free = (n for n in count(number) if n not in used)
+        return next(free) if self.request_id is None else self.request_id
+
 
 def check_options(asked: RequestOptions) -> None:
     """ValueError, naming the field, for what cannot be, or not together."""
+    check_kinds(asked)
     words, sampling = asked.stop_words, asked.sampling or SamplingOptions()
     if not all(isinstance(word, str) and word for word in words):
         raise ValueError(f"stop = {asked.stop!r}: texts are needed that are not empty")
-    if asked.salt is not None and not isinstance(asked.salt, str):
-        raise ValueError(f"salt = {asked.salt!r}: a text is needed, or None")
-    if not isinstance(asked.request_id, Hashable):
-        raise ValueError(f"request_id = {asked.request_id!r}: it must be hashable")
     if asked.early_stopping not in (True, False, "never"):
         raise ValueError(f"early_stopping = {asked.early_stopping!r}: True, False or 'never'")
+    if not -10 <= asked.length_penalty <= 10:
+        raise ValueError(f"length_penalty = {asked.length_penalty!r}: -10 to 10 are possible")
     if asked.beam_width and sampling != SamplingOptions(seed=sampling.seed):
         raise ValueError("sampling: beams are ranked by the model's own log-probabilities")
     if asked.beam_width and words:
         raise ValueError(f"stop = {asked.stop!r}: beams end with stop_tokens alone")
+
+
+def check_kinds(asked: RequestOptions) -> None:
+    """ValueError, naming the field, for a value that is not of its kind."""
+    for name, kind, said in (
+        ("sampling", SamplingOptions, "SamplingOptions are needed, or None"),
+        ("length_penalty", Real, "a number is needed"),
+        ("stop", Collection, "a text is needed, or a list of texts"),
+        ("stop_tokens", Collection, "a list of token ids is needed, or None"),
+        ("deadline", Real, "a time is needed, or None"),
+        ("salt", str, "a text is needed, or None"),
+    ):
+        value = getattr(asked, name)
+        free = value is None and name not in ("length_penalty", "stop")
+        if not free and (isinstance(value, bool) or not isinstance(value, kind)):
+            raise ValueError(f"{name} = {value!r}: {said}")
+    try:
+        hash(asked.request_id)
+    except TypeError:
+        raise ValueError(f"request_id = {asked.request_id!r}: it must be hashable") from None
 
 
 def eos_ids(model: Any) -> list[int]:
@@ -84,6 +111,9 @@ def encode(prompt: Prompt, tokenizer: Any, vocab_size: int) -> Any:
         if tokenizer is None:
             raise ValueError("prompt: token ids are needed, there is no tokenizer")
         given = tokenizer(prompt)["input_ids"]
+    kinds: Any = Sequence, np.ndarray, Tensor
+    if not isinstance(given, kinds):
+        raise ValueError(f"prompt = {given!r}: a text is needed, or a list of token ids")
     ids = own_tokens("prompt", given)
     if not len(ids):
         raise ValueError("prompt: it is empty")
@@ -92,13 +122,15 @@ def encode(prompt: Prompt, tokenizer: Any, vocab_size: int) -> Any:
     return ids
 
 
-def make_request(ids: Any, max_new_tokens: int, asked: RequestOptions, stops: list[int]) -> Request:
+def make_request(
+    name: Hashable, ids: Any, max_new_tokens: int, asked: RequestOptions, stops: list[int]
+) -> Request:
     """The request as the scheduler takes it; `stops`, the model's own stop tokens."""
     own = stops if asked.stop_tokens is None else asked.stop_tokens
     return Request(
         ids,
         max_new_tokens,
-        request_id=asked.request_id,
+        request_id=name,
         priority=asked.priority,
         deadline=asked.deadline,
         stop_tokens=tuple(own),

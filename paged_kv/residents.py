@@ -14,7 +14,7 @@ from paged_kv.block_manager import BlockManager
 from paged_kv.block_tables import BlockTables
 from paged_kv.copy_on_write import fork, guarded_tails, make_writable, rewind, rewire
 from paged_kv.prefix_cache import PrefixCache, admit_cached, give_back
-from paged_kv.prefix_keys import Key
+from paged_kv.prefix_keys import Node, key_of
 from paged_kv.request import Group, Ints, Sample
 from paged_kv.row_state import NONE, RowState
 
@@ -48,7 +48,7 @@ class Residents:
     State
         rows      RowState, one entry a row.
         running   int64 [n]: the rows with a tenant, in the order in which they moved in.
-        keys      {row: key of its last published block, or its root}.
+        above     {row: the node of its last published block, or its root}.
         branching {serial: group}: those with samples that have no row yet.
         reserved  rows that the running groups have or will need.
         opened, closed, whole, cells   what the next plan has to tell the device; and `grown`,
@@ -64,7 +64,7 @@ class Residents:
         max_seqs = len(manager.tables.table)
         self.rows = RowState(max_seqs, manager.tables.max_seq_len, manager.block_size)
         self.running = NONE
-        self.keys: dict[int, Key] = {}
+        self.above: dict[int, Node | bytes] = {}
         self.generation = 0 if cache is None else cache.generation
         self.branching: dict[int, Group] = {}
         self.reserved = self.departures = 0
@@ -83,10 +83,10 @@ class Residents:
     def seat(self, row: int, group: Group, sample: Sample, published: int = 0) -> None:
         """Give the open `row` its tenant; its first `published` blocks are known by their keys."""
         self.rows.bind(row, group, sample, published)
-        self.keys[row] = group.root
+        self.above[row] = group.root
         if published and self.cache is not None:
-            key = self.cache.key_of(self.manager.tables.table.item(row, published - 1))
-            self.keys[row] = group.root if key is None else key
+            node = self.cache.names.named[self.manager.tables.table.item(row, published - 1)]
+            self.above[row] = group.root if node is None else node
         self.running = np.append(self.running, row)
         self.opened[row] = self.whole[row] = None
 
@@ -96,7 +96,7 @@ class Residents:
             if (row := sample.row) >= 0:
                 self.rows.unbind(row)
                 give_back(self.manager, row)
-                del self.keys[row]
+                del self.above[row]
                 self.departures += 1
                 if row in self.opened:
                     del self.opened[row]
@@ -113,6 +113,7 @@ class Residents:
         open_rows = (self.manager.tables.seq_lens >= 0).nonzero()[0].tolist()
         assert sorted(self.running.tolist()) == open_rows, "an open row without a tenant"
         assert (self.rows.serial[self.running] >= 0).all(), "a tenant without a number"
+        assert sorted(self.above) == open_rows, "a row whose next block has nothing to stand behind"
         lens = self.manager.tables.seq_lens[self.running]
         assert (lens <= self.rows.reach(self.running)).all(), "K/V of a token not known of"
 
@@ -194,8 +195,8 @@ def publish_one_each(
     blocks: NDArray[np.int32],
 ) -> None:
     """Name `blocks`, each the next one of its row, by their tokens."""
-    keys = cache.publish_chunks([home.keys[row] for row in named], chunks, blocks)
-    home.keys.update(zip(named, keys, strict=True))
+    nodes = cache.names.add(map(home.above.__getitem__, named), chunks, blocks)
+    home.above.update(zip(named, nodes, strict=True))
 
 
 def publish_row(home: Residents, cache: PrefixCache, row: int, end: int) -> None:
@@ -203,7 +204,8 @@ def publish_row(home: Residents, cache: PrefixCache, row: int, end: int) -> None
     state, size, before = home.rows, home.manager.block_size, home.rows.published.item(row)
     ids = home.manager.tables.table[row, before:end]
     tokens = state.tokens[row, before * size : end * size]
-    home.keys[row] = cache.publish(home.keys[row], tokens, ids)
+    key = cache.publish(key_of(home.above[row]), tokens, ids)
+    home.above[row] = cache.names.tree.above(key)
     state.published[row] = end
 
 
@@ -236,8 +238,8 @@ def rewire_beams(home: Residents, rows: Ints, parents: Ints) -> None:
     state = home.rows
     state.tokens[rows] = state.tokens[parents]
     state.published[rows] = state.published[parents]
-    keys = [home.keys[row] for row in parents.tolist()]
-    home.keys.update(zip(rows.tolist(), keys, strict=True))
+    above = [home.above[row] for row in parents.tolist()]
+    home.above.update(zip(rows.tolist(), above, strict=True))
     home.whole.update(dict.fromkeys(rows[rows != parents].tolist()))
 
 
@@ -246,7 +248,7 @@ def take_news(home: Residents) -> News:
     table, counts = home.manager.tables.table, home.manager.tables.num_blocks
     if len(home.cells) == 1 and not (home.whole or home.opened or home.closed):
         (rows, columns), home.cells, home.grown = home.cells[0], [], False
-        return News((rows, columns.astype(np.int64), table[rows, columns]), (), ())
+        return News((rows, columns.astype(np.int64, copy=False), table[rows, columns]), (), ())
     cells = home.cells + [(np.full(counts[r], r), np.arange(counts[r])) for r in home.whole]
     if len(cells) == 1:
         rows, columns = cells[0]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -215,7 +214,7 @@ def keep_pace(scheduler: Scheduler, last: Flight) -> None:
     home, plan, beat, ends = scheduler.home, last.plan, last.cadence, last.after
     if beat is None or ends is None:
         beat, ends = Cadence(home, plan), plan.seq_lens + 1
-        scheduler.last = replace(last, cadence=beat, after=ends)
+        scheduler.last = last._replace(cadence=beat, after=ends)
     advance(home, plan.rows, ends, beat.full(plan.step))
 
 

@@ -219,9 +219,8 @@ def next_plan(
     if tokens is None:
         tokens, source = source.astype(np.int32), home.ramp[:count]
     plan = object.__new__(StepPlan)
-    vars(plan).update(vars(last))  # plans are frozen, so they can share fields
-    vars(plan).update(
-        step=last.step + 1, seq_lens=ends, token_ids=tokens, token_source=source,
+    vars(plan).update(  # plans are frozen, so they can share fields
+        vars(last), step=last.step + 1, seq_lens=ends, token_ids=tokens, token_source=source,
         positions=last.seq_lens, slot_mapping=slots, moves=tuple(moves), news=news,
     )  # fmt: skip
     return plan

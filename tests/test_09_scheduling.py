@@ -625,7 +625,7 @@ def test_memory_does_not_grow_with_the_requests_served() -> None:
                 answer(scheduler)
     home, ledger = scheduler.home, scheduler.ledger
     assert scheduler.counts["finished"] == 600
-    left = (ledger.groups, ledger.untimed, ledger.beams, home.branching, home.keys, home.opened, home.whole)
+    left = (ledger.groups, ledger.untimed, ledger.beams, home.branching, home.above, home.opened, home.whole)
     assert not any(left)
     assert len(ledger.queue._heap) < 10
     assert len(home.closed) <= ROWS

@@ -6,6 +6,7 @@ import os
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -29,6 +30,7 @@ from paged_kv.guest_check import GuestRefused, guest_spec  # noqa: E402
 from paged_kv.preemption import Costs  # noqa: E402
 from paged_kv.request import NeverFits  # noqa: E402
 from paged_kv.runner import EagerRunner  # noqa: E402
+from paged_kv.sampling import SamplingParams  # noqa: E402
 from paged_kv.sampling_params import SamplingOptions  # noqa: E402
 
 SWAP = Costs(1, 1e12, 1e-3)
@@ -55,21 +57,36 @@ BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "id below 0": (([-1], 4), {}, "prompt: "),
     "no int": (([1.5], 4), {}, "prompt: "),
     "bool": (([True, 5], 4), {}, "prompt: "),
+    "nothing": ((None, 4), {}, "prompt = None: a text is needed, or a list of token ids"),
+    "one number": ((5, 4), {}, "prompt = 5: a text"),
+    "dict": (({1: 2}, 4), {}, "prompt = {1: 2}: a text"),
+    "iterator": ((iter([1, 2]), 4), {}, "prompt = <list_iterator"),
     "too long": (([1] * 100, 99), {}, "prompt: it grows to 198 tokens, a row has 128"),
     "no tokens asked for": (([1], 0), {}, "max_new_tokens = 0"),
     "never fits": (([1] * 100, 4), {}, "prompt: 25 blocks needed, 20 exist"),
     "too many samples": (([1], 4), {"n": 300}, "n, beam_width: 300 rows, max_running 256"),
     "no sample": (([1], 4), {"n": 0}, "n = 0"),
+    "more beams than fit in memory": (([1], 4), {"beam_width": 10**15}, "n, beam_width: 1000000000000000 rows"),
+    "penalty of beams": (([1], 4), {"beam_width": 2, "length_penalty": "x"}, "length_penalty = 'x': a number"),
+    "penalty too large": (([1], 4), {"beam_width": 2, "length_penalty": 1e9}, "length_penalty = 1000000000.0: "),
+    "penalty nan": (([1], 4), {"length_penalty": float("nan")}, "length_penalty = nan: "),
+    "sampling": (([1], 4), {"sampling": {"temperature": 1}}, "sampling = {'temperature': 1}: SamplingOptions"),
+    "other sampling": (([1], 4), {"sampling": SamplingParams(temperature=1)}, "sampling = SamplingParams"),
     "beams and samples": (([1], 4), {"n": 2, "beam_width": 2}, "n = 2: samples or beams"),
     "warm beams": (([1], 4), {"beam_width": 2, "sampling": SamplingOptions(temperature=1)}, "sampling: beams"),
     "penalised beams": (([1], 4), {"beam_width": 2, "sampling": SamplingOptions(presence_penalty=1)}, "sampling: b"),
     "stop without tokenizer": (([1], 4), {"stop": "x"}, "stop = 'x': a tokenizer"),
     "empty stop": (([1], 4), {"stop": [""]}, "stop = "),
+    "no stop": (([1], 4), {"stop": None}, "stop = None: a text is needed, or a list of texts"),
+    "stops once": (([1], 4), {"stop": (word for word in "ab")}, "stop = <generator"),
+    "one stop token": (([1], 4), {"stop_tokens": 5}, "stop_tokens = 5: a list of token ids"),
     "stop token": (([1], 4), {"stop_tokens": [-4]}, "stop_tokens: "),
     "salt": (([1], 4), {"salt": 5}, "salt = 5"),
     "deadline": (([1], 4), {"deadline": float("nan")}, "deadline = nan"),
+    "deadline in words": (([1], 4), {"deadline": "soon"}, "deadline = 'soon': a time is needed"),
     "priority": (([1], 4), {"priority": 0.5}, "priority = 0.5"),
     "id": (([1], 4), {"request_id": [1]}, "request_id = "),
+    "id with a list in it": (([1], 4), {"request_id": (1, [2])}, r"request_id = \(1, \[2\]\): it must be hashable"),
     "early stopping": (([1], 4), {"beam_width": 2, "early_stopping": "soon"}, "early_stopping = 'soon'"),
     "twice": (([1], 4), {"request_id": "lives"}, "request_id = 'lives': still in use"),
 }
@@ -103,6 +120,15 @@ def test_generate_begins_none_if_one_cannot_be(tiny: Any) -> None:
         at_rest(engine)
     with pytest.raises(ValueError, match="max_new_tokens: 3 numbers for 2 prompts"):
         engine.generate([[1], [2]], [1, 2, 3])
+    with pytest.raises(NeverFits, match=r"^prompts\[1\]: prompt: 25 blocks needed, 20 exist"):
+        engine.generate([[1], [1] * 100], 4)
+    with pytest.raises(ValueError, match=r"^prompts\[0\]: max_new_tokens = None"):
+        engine.generate([[1]], None)
+    for odd in ("hello", b"hello", {"a": [1]}, {1}, None, 5):
+        with pytest.raises(ValueError, match=r"^prompts = .*: a list of prompts is needed"):
+            engine.generate(odd, 4)
+    with pytest.raises(ValueError, match=r"^prompts\[0\]: prompt = 1: a text"):
+        engine.generate([1, 2], 4)
     with pytest.raises(ValueError, match="stop"):
         next(engine.stream([1], stop="x"))
     at_rest(engine)
@@ -121,13 +147,62 @@ def test_generate_begins_none_if_one_cannot_be(tiny: Any) -> None:
         ({"num_blocks": 5, "token_budget": 0}, "token_budget = 0"),
         ({"num_blocks": 5, "max_running": 0}, "max_running = 0"),
         ({"num_blocks": 5, "max_running": 9, "token_budget": 8}, "max_running = 9: at most 8"),
-        ({"num_blocks": 5, "host_blocks": -1}, "num_blocks = -1"),
+        ({"num_blocks": 5, "host_blocks": -1}, "host_blocks = -1"),
+        ({"num_blocks": 5, "host_blocks": 10**12}, "host_blocks: 1000000000000 blocks .* give a smaller"),
+        ({"num_blocks": 2**63}, "memory: 9223372036854775808 blocks are"),
+        ({"memory": "3 bananas"}, "memory: size = '3 bananas'"),
+        ({"num_blocks": 5, "policy": ["cheapest"]}, "policy = "),
+        ({"num_blocks": 5, "costs": 5}, "costs = 5"),
+        ({"num_blocks": 5, "seed": None}, "seed = None"),
+        ({"num_blocks": 5, "seed": -1}, "seed = -1"),
+        ({"num_blocks": 5, "ahead": 2}, "ahead = 2: True or False is needed"),
+        ({"num_blocks": 5, "chunked": "no"}, "chunked = 'no': True or False"),
+        ({"num_blocks": 5, "prefix_caching": None}, "prefix_caching = None: True or False"),
+        ({"num_blocks": 5, "batch_invariant": 1}, "batch_invariant = 1: True or False"),
         ({"num_blocks": 5, "tokenizer": "gpt2"}, "tokenizer: str is not a fast one"),
     ],
 )
 def test_bad_settings_are_named(tiny: Any, options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match="^" + said):
         Engine(tiny, **options)
+
+
+@pytest.mark.parametrize("model", [None, "gpt2"])
+def test_what_is_no_model_is_named(model: Any) -> None:
+    with pytest.raises(ValueError, match=f"^model = {model!r}: a loaded model of transformers is needed"):
+        Engine(model, num_blocks=5)
+
+
+def test_a_number_in_use_is_not_given_to_somebody_else(tiny: Any) -> None:
+    """Who gives no id gets a free one, also where a user has chosen numbers."""
+    engine = Engine(tiny, num_blocks=20, block_size=4)
+    engine.add_request([1], 2, request_id=1)
+    names = [engine.add_request([2], 2) for _ in range(3)]
+    assert names == [2, 3, 4]
+    assert set(drain(engine)) == {1, 2, 3, 4}
+    at_rest(engine)
+
+
+def test_a_break_out_of_run_loses_no_piece(tiny: Any, few: Any) -> None:
+    prompts, references = few
+    engine = Engine(tiny, num_blocks=40, block_size=4)
+    for name in range(4):
+        engine.add_request(prompts[name], 5, request_id=name, stop_tokens=())
+    said: dict[Any, list[int]] = {name: [] for name in range(4)}
+    while not engine.idle:
+        for piece in engine.run():
+            said[piece.request_id] += piece.token_ids
+            break
+    assert list(said.values()) == [ids[:5] for ids in references[:4]]
+    at_rest(engine)
+
+
+def test_generate_takes_prompts_from_an_iterator_and_numbers_of_numpy(tiny: Any, few: Any) -> None:
+    prompts, references = few
+    answers = Engine(tiny, num_blocks=40, block_size=4).generate(
+        iter(prompts[:2]), np.int64(4), stop_tokens=()
+    )
+    assert [answer.texts[0].token_ids for answer in answers] == [ids[:4] for ids in references[:2]]
 
 
 def test_out_of_memory_at_start_gives_advice(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:

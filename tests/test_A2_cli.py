@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 
 from paged_kv import cli
 from paged_kv.capacity_report import mean_bytes, read_lengths, users_report
+from paged_kv.command import EXTRAS
 from paged_kv.config_facts import KNOWN
 from paged_kv.configs import from_config
 from paged_kv.sizing import GB, GiB
@@ -245,3 +247,30 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
             break
         time.sleep(1)
     assert best < 0.5
+
+
+@pytest.mark.parametrize(
+    ("missing", "arguments", "extra"),
+    [
+        ("typer", ["--help"], "cli"),
+        ("typer", ["generate", "hello"], "cli"),
+        ("rich", ["size", "llama-3-8b"], "cli"),
+        ("torch", ["generate", "hello", "--model", "random:llama"], "torch"),
+        ("transformers", ["generate", "hello", "--model", "random:llama"], "model"),
+    ],
+)
+def test_a_package_that_is_missing_is_one_line_with_the_way_to_get_it(
+    missing: str, arguments: list[str], extra: str
+) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None; from paged_kv.command import start; start(sys.argv[1:])"
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    assert done.stderr == f"paged-kv: {missing} is not installed; pip install 'paged_kv[{extra}]'\n"
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_the_program_starts_where_nothing_need_be_installed() -> None:
+    scripts = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text("utf-8"))["project"]
+    module, _, function = scripts["scripts"]["paged-kv"].partition(":")
+    assert (module, function) == ("paged_kv.command", "start")
+    assert EXTRAS.keys() & {"typer", "rich", "torch", "transformers"}
+    assert set(EXTRAS.values()) <= set(scripts["optional-dependencies"])

@@ -6,6 +6,7 @@ import json
 import math
 import signal
 from collections import Counter
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -370,6 +371,27 @@ def test_a_plain_watch_prints_lines(tiny: tuple[Any, Any], capsys: pytest.Captur
     assert stopped.next == 0
 
 
+def test_a_second_run_on_an_engine_counts_its_own_steps_only(tiny: tuple[Any, Any]) -> None:
+    engine, reports = Engine(*tiny, num_blocks=64), []
+    for _ in range(2):
+        bench = Bench(engine, drawn_load(3, 260, LoadLengths(high=8)))
+        while not bench.done:
+            bench.step()
+        reports.append(bench_report(bench))
+    for report in reports:
+        assert sum(report["step_kinds"].values()) == report["steps"] > 0
+        assert report["preemptions"] == dict.fromkeys(("recompute", "swap", "restore", "drop"), 0)
+    assert engine.steps == reports[0]["steps"] + reports[1]["steps"]
+
+
+def test_no_user_and_no_device_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="at_once = 0"):
+        drawn_load(3, 260, at_once=0)
+    for odd in ("gpu", 1.5):
+        with pytest.raises(ValueError, match=f"device = {odd!r}: such as cpu"):
+            load_model("random:tiny", device=odd)
+
+
 # ------------------------------------------------------------------------------------------ the dialogue
 
 
@@ -401,6 +423,26 @@ def test_an_answer_that_is_stopped_stays_in_the_history(tiny: tuple[Any, Any]) -
     assert engine.stats.blocks_used == 0
     engine.check()
     assert list(session.ask("again"))
+
+
+def test_two_dialogues_and_a_request_share_one_engine(tiny: tuple[Any, Any]) -> None:
+    """Each hears its own answer, word by word, whoever steps the engine."""
+    questions = ("one and two", "three or four")
+    alone = ["".join(ChatSession(Engine(*tiny, num_blocks=64), SamplingOptions(), 8).ask(text)) for text in questions]
+    engine = Engine(*tiny, num_blocks=64)
+    engine.add_request("five and six", 20, request_id="other")
+    sessions = [ChatSession(engine, SamplingOptions(), 8) for _ in questions]
+    asked = [session.ask(text) for session, text in zip(sessions, questions, strict=True)]
+    said = ["", ""]
+    for pieces in zip_longest(*asked, fillvalue=""):
+        said = [before + piece for before, piece in zip(said, pieces, strict=True)]
+    assert said == alone
+    assert [session.answer.text for session in sessions if session.answer] == alone
+    others = list(engine.run())
+    assert {piece.request_id for piece in others} == {"other"}
+    assert sum(len(piece.token_ids) for piece in others) == 20
+    assert not engine.mail
+    engine.check()
 
 
 def test_a_refused_turn_leaves_the_history_alone(tiny: tuple[Any, Any]) -> None:

@@ -65,14 +65,14 @@ SAYS = {
         "simulated_requests_per_s": "requests simulated a second, by the scheduler that serves",
     },
     "decode_attention": {
-        "min_x_best_peer": "paged decode against FlashAttention-3, FlashInfer, vLLM's Triton (the fastest): worst case",
+        "min_x_best_peer": "paged decode, speed over the best of FlashAttention-3, FlashInfer, vLLM Triton: worst case",
         "geomean_x_best_peer": "the same, geometric mean",
         "min_read_share_large": "share of a plain read of the same bytes, worst even case above 1 GB",
         "min_read_share_ragged": "the same, worst ragged case",
     },
     "prefill_attention": {
-        "prefill_x_fa3": "paged prefill of 4 x 8,192 tokens against FlashAttention-3",
-        "prefill_x_vllm_triton": "the same, against vLLM's Triton kernel",
+        "prefill_x_fa3": "paged prefill of 4 x 8,192 tokens: times the speed of FlashAttention-3",
+        "prefill_x_vllm_triton": "the same: times the speed of vLLM's Triton kernel",
     },
 }
 

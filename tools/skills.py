@@ -55,6 +55,26 @@ SKILLS = (
         ("ex-04-online", "ex-04-merge", "ex-11-break", "ex-12-merge"),
         "a kernel of your own that equals `paged_attention_numpy`, on shapes that do not fit its tiles too",
     ),
+    Skill(
+        "say what a prefix cache may find, and who may see it",
+        ("ex-08-trace", "ex-08-salt", "ex-L5-own"),
+        "a look-up by hand after an eviction, and why a salt belongs in the root and not at the end",
+    ),
+    Skill(
+        "decide what runs in a step, and who waits",
+        ("ex-09-compute", "ex-09-refuse", "ex-13-ahead"),
+        "the steps until a long prompt's first token, alone and beside others",
+    ),
+    Skill(
+        "put a price on a victim",
+        ("ex-10-choose", "ex-10-implement", "ex-L7-compute"),
+        "a policy of your own, and the load under which it is the worse one",
+    ),
+    Skill(
+        "say what bounds a kernel, and divide its work",
+        ("ex-11-floor", "ex-11-shares"),
+        "the floor of a decode step from bytes and bandwidth, before you measure",
+    ),
 )
 PORTFOLIO = ("ex-02-own", "ex-L1-own")
 

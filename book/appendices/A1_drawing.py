@@ -48,7 +48,7 @@ for state in (earlier, later):
 # Five things. Leave one out, and some wrong step looks right:
 #
 # 1. **Who** owns a slot: a letter, and a colour that repeats it. About one man in twelve cannot
-#    use the colour alone, and neither can a printer.
+#    use the colour alone {cite}`okabe2008`, and neither can a printer without colours.
 # 2. **How much** of a block is used. An owned slot that holds nothing is waste; a free slot is
 #    not.
 # 3. **How many** tables name a block, when it is more than one.
@@ -815,8 +815,8 @@ print(picture)
 picture
 
 # %% [markdown]
-# **Turn the knob.** Set `"block_size"` to 32 and the lengths to 40, 40 and 32; expect boxes of the
-# same width, without lines between the slots.
+# **Turn the knob.** Set `"block_size"` to 32 and the lengths to 40, 40 and 32; expect boxes of 16
+# characters, each for two slots, a drawing without lines between the slots, and 24 slots wasted.
 #
 # :::{admonition} Check it yourself
 # :class: warning
@@ -1158,14 +1158,12 @@ plt.show()
 #
 # :::{exercise}
 # :label: ex-A1-lines
-#
 # *Compute.* A pool has 64 blocks of 4 slots, none shared. How many lines does the text of its
 # blocks have?
 # :::
 #
 # :::{solution} ex-A1-lines
 # :class: dropdown
-#
 # A box is 6 characters and a space, so 11 would fit in 76 columns; the row is cut to a power of
 # two, 8. That makes 8 rows of two lines, ids and boxes: 16.
 # :::
@@ -1180,14 +1178,12 @@ print(answer)
 # %% [markdown]
 # :::{exercise}
 # :label: ex-A1-trace
-#
 # *Trace.* The boxes read `[AAAA] [BB..] [A...]`, from block 0 on. A's table is [0, 2]. How many
 # tokens has each chat, and in which block is A's token 4?
 # :::
 #
 # :::{solution} ex-A1-trace
 # :class: dropdown
-#
 # A has 5 tokens, B has 2. Token 4 is the first of A's logical block 1, which is physical block 2.
 # :::
 
@@ -1200,14 +1196,12 @@ print(traced)
 # %% [markdown]
 # :::{exercise}
 # :label: ex-A1-break
-#
 # *Break.* Change one number of `earlier` so that `draw_pool` refuses it. Change one so that it is
 # wrong and still drawn. How does the second look?
 # :::
 #
 # :::{solution} ex-A1-break
 # :class: dropdown
-#
 # A length of 13 for A is more than its three blocks hold, and is refused. A table [2, 0] for B
 # shares block 0 with A while its count stays 1: two letters in one block and no x2 below it. And
 # block 6, now in no table, turns grey.
@@ -1226,14 +1220,12 @@ print(wrong)
 # %% [markdown]
 # :::{exercise}
 # :label: ex-A1-refused
-#
 # *Compute.* What is the smallest request in a row that the pool `holes` refuses, though it has 12
 # free slots?
 # :::
 #
 # :::{solution} ex-A1-refused
 # :class: dropdown
-#
 # 9: the longest run has 8 slots.
 # :::
 
@@ -1245,14 +1237,12 @@ print(smallest)
 # %% [markdown]
 # :::{exercise}
 # :label: ex-A1-implement
-#
 # *Implement.* Write `boxes(snapshot)` that returns the line of boxes for a pool whose blocks are
 # held by at most one chat with a one-letter name. Six lines are enough.
 # :::
 #
 # :::{solution} ex-A1-implement
 # :class: dropdown
-#
 # The cell below fills a list of free boxes, then overwrites those that a table names.
 # :::
 
@@ -1274,8 +1264,7 @@ print(boxes(earlier))
 # %% [markdown]
 # ## Further reading
 #
-# - Masataka Okabe and Kei Ito, [Color Universal Design](https://jfly.uni-koeln.de/color/): the
-#   eight colours and why these.
+# - Okabe and Ito, on colours for all readers: the eight colours and why these {cite}`okabe2008`.
 # - Peter Norvig, [Solving Every Sudoku Puzzle](https://norvig.com/sudoku.html): a program that
 #   keeps one function to show its state, and uses it at each step.
 # - Edward Tufte, *The Visual Display of Quantitative Information*, second edition, Graphics Press,

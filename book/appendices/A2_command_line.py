@@ -31,7 +31,7 @@ print("fits" if needed <= 40 * GB else "does not fit")
 #
 # :::{card} This appendix
 # - **You need**: chapter 01 and appendix A3; for the commands that serve, chapter 13.
-# - **Exports**: `cli`, the application; `capacity_report`, the sums behind `paged-kv size`;
+# - **Exports**: `command`, the start; `cli`, the application; `capacity_report`, the sums behind `paged-kv size`;
 #   `cli_output`, `serve_options`, `serve_cli` and `bench_cli` for the other commands.
 # - **Device**: any CPU; nothing heavier than typer and rich is imported, until a model runs.
 # - **Run time**: about 15 s.
@@ -1050,6 +1050,34 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 # %% [markdown]
+# The package installs with NumPy alone, so typer itself may be missing. The program therefore starts in a module that
+# needs nothing, and says which extra brings what it lacks.
+
+# %% tags=["export:command"]
+"""Where `paged-kv` starts: whatever package is missing, one line says how to install it."""
+
+import sys
+from importlib import import_module
+
+EXTRAS = {"typer": "cli", "rich": "cli", "torch": "torch", "triton": "gpu"} | dict.fromkeys(
+    ("transformers", "tokenizers", "accelerate", "gguf", "safetensors"), "model"
+)
+
+
+def start(arguments: list[str] | None = None) -> None:
+    """Run `paged_kv.cli.main`; a package that is missing is one line and exit code 2."""
+    try:
+        import_module("paged_kv.cli").main(arguments)
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        if name not in EXTRAS:
+            raise
+        hint = f"pip install 'paged_kv[{EXTRAS[name]}]'"
+        print(f"paged-kv: {name} is not installed; {hint}", file=sys.stderr)
+        sys.exit(2)
+
+
+# %% [markdown]
 # Which modules did all of that import? Nothing that takes time:
 
 # %%
@@ -1288,5 +1316,7 @@ assert [card["cards"] for card in ten["cards"] if card["gb"] in (80, 192)] == [4
 # ## Further reading
 #
 # - The documentation of typer and of rich, for commands and for tables.
+# - *How to Scale Your Model*, its chapter on inference: the same sums for other hardware
+#   {cite}`austin2025scaling`.
 # - Chapter 01 for the sums, appendix A3 for where the facts come from, chapter 02 for what
 #   reserving wastes over time.

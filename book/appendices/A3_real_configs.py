@@ -763,7 +763,7 @@ for name in ("qwen3-4b", "mistral-nemo-12b", "deepseek-v3", "gpt-oss-120b"):
 #   heads, not the latent: its memory is the MHA sum, which is a property of that cache, not of the
 #   model.
 # - **SGLang** has one pool class for each kind, MLA and sliding-window hybrids among them
-#   (`mem_cache/memory_pool.py`).
+#   (`python/sglang/srt/mem_cache/memory_pool.py` and `python/sglang/srt/mem_cache/swa_memory_pool.py`).
 
 # %% [markdown]
 # ## Exercises

@@ -1566,6 +1566,7 @@ assert tokens.unique().tolist() == [0]
 # - SGLang: `python/sglang/srt/layers/sampler.py` has a seeded draw of the same kind, a hash of seed, position
 #   and token turned into Gumbel noise. Without seeds it calls FlashInfer's kernels, which draw again until a
 #   token lies inside the cuts.
+# - TensorRT-LLM samples in `tensorrt_llm/_torch/pyexecutor/sampler.py`, rows with like settings together.
 # - transformers runs one processor after the other (`generation/logits_process.py`), each with one value for
 #   the whole batch. They are the oracle of the tests here.
 #
@@ -1679,7 +1680,10 @@ assert abs(often - p[0] * p[1] / (1 - p[0])) < 0.015
 # :::
 
 # %% tags=["hide-input"]
-print(f"{1024 * 262144 * 4 / 2**30:.0f} GiB, or {1024 * 262144 / 8 / 2**20:.0f} MiB of bits")
+entries = 1024 * 262144
+print(f"{entries * 4 / 2**30:.0f} GiB, or {entries / 8 / 2**20:.0f} MiB of bits")
+assert 4 * entries == 2**30 and entries // 8 == 32 * 2**20
+assert np.array([65535], np.uint16) + np.uint16(1) == 0  # the count that returns
 
 # %% [markdown]
 # ## Further reading

@@ -2046,9 +2046,9 @@ for module in ("paged_kv.block_manager", "mine"):
 # ## Real world
 #
 # - vLLM tests its cache manager by scenes, each with its literals, many of them from a bug report:
-#   `vllm/tests/v1/core/test_prefix_caching.py`.
+#   tests/v1/core/test_prefix_caching.py in its repository.
 # - SGLang compares, when the server is idle, the free blocks, the cached and the protected ones with the size of the
-#   pool, and calls a difference a leak: `srt/managers/scheduler_runtime_checker_mixin.py`. That is I1 and I2 in production.
+#   pool, and calls a difference a leak: `python/sglang/srt/managers/scheduler_runtime_checker_mixin.py`. That is I1 and I2 in production.
 # - TensorRT-LLM has unit tests of the manager in C++, `cpp/tests/unit_tests/batch_manager/kvCacheManagerTest.cpp`.
 # - Random programs against a model, with shrinking, are what Hypothesis calls stateful testing; our own tests use
 #   it. The command does without, so that it needs NumPy only.

@@ -123,7 +123,7 @@ def load_model(
         download  whether a hub name may be fetched; otherwise it has to be there.
     Raises: ValueError that names the source and what is wrong with it.
     """
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = read_device(device)
     kind = read_dtype(dtype, place)
     if importlib.util.find_spec("transformers") is None:
         raise ValueError(f"model = {source!r}: {NO_LIBRARY}")
@@ -139,6 +139,14 @@ def load_model(
         raise ValueError(f"model = {source!r}: {type(error).__name__}: {said}") from error
 
 # %% tags=["export:model_source"]
+def read_device(name: str | None) -> torch.device:
+    """The device that `name` means, a GPU if it is None and there is one; ValueError for none."""
+    try:
+        return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device = {name!r}: such as cpu, cuda or cuda:1 is needed") from None
+
+
 def read_dtype(name: str | None, place: torch.device) -> torch.dtype:
     """The type that `name` means; ValueError unless it is one for weights."""
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -362,9 +370,10 @@ def drawn_load(
         TimedPrompt(due, np.append(begin, rng.integers(0, vocab_size, n, np.int32)), new)
         for due, n, new in zip(due_times(rng, count, rate), *sizes, strict=True)
     ]
-    how = f"Poisson, {rate:g} requests/s" if rate else f"closed, {at_once or count} at once"
+    users = None if rate else count if at_once is None else at_once
+    how = f"Poisson, {rate:g} requests/s" if rate else f"closed, {users} at once"
     name = f"{count} requests, {how}, lognormal lengths, seed {seed}"
-    return BenchLoad(name, tuple(requests), None if rate else at_once or count)
+    return BenchLoad(name, tuple(requests), users)
 
 # %% tags=["export:bench_load"]
 def trace_load(
@@ -434,9 +443,10 @@ def question_load(
         encode_chat(tokenizer, [("system", SYSTEM), ("user", question)]) for question in asked
     ]
     requests = map(TimedPrompt, times, prompts, news)
-    how = f"Poisson, {rate:g} requests/s" if rate else f"closed, {at_once or count} at once"
+    users = None if rate else count if at_once is None else at_once
+    how = f"Poisson, {rate:g} requests/s" if rate else f"closed, {users} at once"
     name = f"{count} questions behind one system prompt, {how}, seed {seed}"
-    return BenchLoad(name, tuple(requests), None if rate else at_once or count, ends=True)
+    return BenchLoad(name, tuple(requests), users, ends=True)
 
 # %% tags=["export:bench_load"]
 def endless(rng: np.random.Generator, items: Sequence[str]) -> Iterator[str]:
@@ -697,9 +707,15 @@ def bench_report(bench: Bench) -> dict[str, Any]:
         "blocks": stats.blocks, "blocks_held": round(totals.held / stepping, 4),
         "slots_filled": round(totals.filled / stepping, 4),
         "mean_running": round(totals.running / stepping, 2),
-        "preemptions": dict(stats.preemptions), "steps": stats.steps - before.steps,
-        "step_kinds": dict(stats.step_kinds),
+        "preemptions": counts_since(before.preemptions, stats.preemptions),
+        "steps": stats.steps - before.steps,
+        "step_kinds": counts_since(before.step_kinds, stats.step_kinds),
     }  # fmt: skip
+
+
+def counts_since(before: dict[str, int], now: dict[str, int]) -> dict[str, int]:
+    """How often each happened from then to now."""
+    return {kind: count - before.get(kind, 0) for kind, count in now.items()}
 
 # %% [markdown]
 # Times of a shared machine have no place in a notebook, so here the clock is a toy: every look at it
@@ -934,7 +950,7 @@ from collections.abc import Iterator
 from typing import cast
 
 from paged_kv.answers import Answer
-from paged_kv.engine import Engine
+from paged_kv.engine import Engine, pieces_of
 from paged_kv.sampling_params import SamplingOptions
 
 # %% tags=["export:chat_session"]
@@ -958,8 +974,9 @@ class ChatSession:
     def ask(self, text: str) -> Iterator[str]:
         """Say `text` and give out the answer in pieces; both become history.
 
-        Leaving early keeps what was said until then.  Raises, with the history unchanged:
-        ValueError for a history that has outgrown the model or the pool.
+        The engine may serve others besides.  Leaving early keeps what was said until then.
+        Raises, with the history unchanged: ValueError for a history that has outgrown the model
+        or the pool.
         """
         asked = [*self.turns, ("user", text)]
         prompt = encode_chat(self.engine.tokenizer, asked)
@@ -967,11 +984,9 @@ class ChatSession:
         name = self.engine.add_request(prompt.tolist(), limit, sampling=sampling)
         said, self.turns, self.answer = "", asked, None
         try:
-            while self.answer is None:
-                for piece in self.engine.step():
-                    said += piece.text
-                    self.answer = piece.answer
-                    yield piece.text
+            for piece in pieces_of(self.engine, name):
+                said, self.answer = said + piece.text, piece.answer
+                yield piece.text
         finally:
             self.answer = self.answer or self.engine.abort(name)
             self.turns = [*asked, ("assistant", said)]
@@ -1046,8 +1061,8 @@ assert done.exit_code == 0
 # %% [markdown]
 # The demonstration of the repository, `make demo`, is `watch` with real questions at a rate that two
 # cores can just serve. `--plain` prints a line a second instead, as it does by itself where the
-# output is no terminal. Ctrl-C ends a run between two steps: broken off in the middle of one, the
-# scheduler would wait for a plan that nobody commits.
+# output is no terminal. Ctrl-C ends a run between two steps, so that every figure is of whole steps;
+# one that is broken off in its middle is undone (chapter 13), and its time would count for nothing.
 #
 # ## Mistakes in circulation
 #
@@ -1089,7 +1104,7 @@ print(f"half a load at random times: {np.mean(np.array(waits) > 0):.2f} of the r
 # - **vLLM** has `vllm bench serve` (`vllm/benchmarks/serve.py`): Poisson or gamma arrivals over HTTP,
 #   goodput by SLO.
 # - **SGLang** has a benchmark of its server on the same lines (`python/sglang/bench_serving.py`).
-# - **TensorRT-LLM** has `trtllm-bench`, offline throughput first.
+# - **TensorRT-LLM** has `trtllm-bench` (`tensorrt_llm/commands/bench.py`), offline throughput first.
 #
 # All three may load a server from another process; ours is in the same one, which leaves out HTTP.
 #

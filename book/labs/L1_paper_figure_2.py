@@ -34,7 +34,7 @@ for policy, used in PAPER_USED.items():
           f"{used / 100 * lab.NUM_SLOTS / batched:.0f} tokens each")
 
 # %% [markdown]
-# **The question.** Do these numbers follow from the allocators alone?
+# **The question.** Do the paper's numbers follow from the allocators alone?
 #
 # :::{card} This lab
 # - **You need** chapters [02](../02_contiguous_pool) and [03](../03_block_manager).
@@ -45,18 +45,17 @@ for policy, used in PAPER_USED.items():
 #   04 paged attention · 05 guest model
 # :::
 #
-# We put the real classes, `ContiguousPool` and `BlockManager` with its `BlockPool` and
-# `BlockTables`, behind one queue, and simulate only the arrivals and the clock. Nothing is
-# fitted to the numbers above. Every constant was chosen before the first run, from published
-# means, data sheets and other systems' code, and stayed as it was.
+# We put the real classes, `ContiguousPool` and `BlockManager`, behind one queue, and simulate only
+# the arrivals and the clock. Every constant was chosen before the first run, from published means,
+# data sheets and other systems' code, and stayed as it was: nothing is fitted to the numbers above.
 
 # %% [markdown]
 # ## What needs no simulation
 #
 # The paper gives OPT-13B 12 GB for the cache of a 40 GB card, says 15.7K slots, and a window of
 # 2,048 tokens {cite}`kwon2023paged`. We read that as 12 GiB: at 800 KiB a slot these are
-# 15,728, where 12 GB would be 14,648. A server that reserves the window runs 7 requests, whatever they say.
-# The rest of the pool is too short for an eighth.
+# 15,728, where 12 GB would be 14,648. A server that reserves the window runs 7 requests, and what is
+# left is too short for an eighth.
 
 # %%
 runs = lab.NUM_SLOTS // lab.MAX_LEN
@@ -69,20 +68,19 @@ print(f"{runs} requests; {100 * free:.1f} % of the slots are free and of no use"
 assert runs == PAPER_BATCHED["ShareGPT"]["Orca (Max)"] == PAPER_BATCHED["Alpaca"]["Orca (Max)"]
 
 # %% [markdown]
-# So the 7.00 of the paper comes out exactly, for both workloads, and so does a part of its
-# Figure 2: there, 8.9 % of the memory of Orca (Max) is external fragmentation
-# {cite}`kwon2023paged`.
+# So the paper's 7.00 comes out exactly, for both workloads, and a part of its Figure 2: there,
+# 8.9 % of the memory of Orca (Max) is external fragmentation {cite}`kwon2023paged`.
 
 # %% [markdown]
 # ## Lengths and arrivals
 #
 # The paper gives means: 161.31 tokens in and 337.99 out for ShareGPT, 19.31 and 58.45 for
-# Alpaca. We take lognormal distributions. Their spread, `SIGMA`, comes from elsewhere: in
+# Alpaca. We take lognormal distributions. Their spread is `SIGMA`, from elsewhere: in
 # Azure's 2023 conversation trace the outputs have mean 211 and median 129, and for a
 # lognormal sigma = sqrt(2 ln(mean / median)). One value serves all four distributions.
 # Requests with a prompt above 1,024 tokens or more than 2,048 in all are left out, as in
-# vLLM's own benchmark scripts, and the location is set so that those that remain have the
-# published means. Arrivals are Poisson, 2 requests/s and 30 requests/s {cite}`kwon2023paged`.
+# vLLM's benchmark scripts; those that remain have the published means. Arrivals are Poisson,
+# 2 requests/s and 30 requests/s {cite}`kwon2023paged`.
 
 # %%
 import numpy as np
@@ -98,15 +96,14 @@ for name, means in lab.MEANS.items():
 # %% [markdown]
 # :::{admonition} Predict
 # :class: tip
-# A ShareGPT request begins with 161 tokens and ends with 499, on average. Look at a busy
-# server at a random moment and pick one of its running requests. How many tokens does it
-# hold, on average: about 330, the middle between the two?
+# A ShareGPT request begins with 161 tokens and ends with 499, on average. Pick one of the
+# requests that run at a random moment. How many tokens does it hold, on average: about 330, the
+# middle between the two?
 # :::
 #
 # :::{dropdown} Reasoning
 # More. A request with a long output stays longer, so a random moment is more likely to find
-# it. Each request counts in proportion to its number of steps. The short ones, which are the
-# many, hardly show.
+# it: each counts in proportion to its steps.
 # :::
 
 # %%
@@ -125,18 +122,17 @@ for name, pairs in lengths.items():
 print(f"so 7 requests of ShareGPT should use {700 * means_seen['ShareGPT'] / lab.NUM_SLOTS:.1f} %")
 
 # %% [markdown]
-# This inspection effect is why knowing the future helps so little. An oracle that reserves
-# what a request will use does not reserve the mean of all requests: it reserves for those
-# that stay.
+# This is why knowing the future helps so little. What an oracle reserves is not the mean of all
+# requests, but of those that stay.
 
 # %% [markdown]
 # ## One loop, two memories
 #
 # The loop is first come, first served, with one token a step for every request that runs;
-# newcomers join at any step, as in Orca {cite}`yu2022orca`. A memory has four methods:
-# `admit`, `grow`, `finish` and `split`. `Reserving` asks its policy how much to reserve and
-# takes a run from a buddy allocator. `Paged` takes blocks of 16 as tokens come; when none is
-# left it pushes out the request that came last, which will be replayed.
+# newcomers join at any step, as in Orca {cite}`yu2022orca`. `Reserving` asks its policy how much to
+# reserve and takes a run from a buddy allocator. `Paged` takes blocks of 16 as tokens come; when none
+# is left it pushes out the request that came last, which will be replayed. To admit a newcomer it
+# wants a few blocks more than the prompt needs, the *watermark*.
 
 # %% tags=["hide-input"]
 import inspect
@@ -176,12 +172,11 @@ for held, prompts in [(0, 0), (15_000, 0), (15_000, 161)]:
 # :::
 #
 # :::{dropdown} Reasoning
-# Far fewer. The requests that are *there* will end with about 800 tokens, see above. The
-# buddy allocator rounds that up to more than 1,100, so about 14 fit. The head of the queue,
-# which waits for a long piece while short ones stay free, costs a little more.
+# Far fewer. The requests that are *there* will end with about 800 tokens, see above, and the
+# buddy allocator rounds that up to more than 1,100: about 14 fit.
 # :::
 #
-# The cell simulates four minutes of ShareGPT under each policy.
+# Four minutes of ShareGPT under each policy:
 
 # %%
 live = {}
@@ -201,8 +196,8 @@ print(f"499 x {lab.NUM_SLOTS / 499:.1f} = {lab.NUM_SLOTS:,}, about 31 times")
 # %% [markdown]
 # ## The full run
 #
-# Half an hour of ShareGPT and five minutes of Alpaca, kept as JSON. The first quarter, in
-# which queues build up, is not counted.
+# Half an hour of ShareGPT and five minutes of Alpaca, kept as JSON, without the first quarter, in
+# which queues build up.
 
 # %%
 import json
@@ -245,14 +240,13 @@ fig.legend(stack, names, loc="outside upper center", ncols=5, fontsize=10)
 plt.show()
 
 # %% [markdown]
-# *Figure: what the slots are doing over time, under four policies (columns) and two workloads
-# (rows). Blue holds tokens; everything else is reserved, rounded up or free. ShareGPT under
-# vLLM is almost all blue. Alpaca under vLLM is half free: its queue is empty.*
+# *Figure: what the slots do over time, under four policies (columns) and two workloads (rows).
+# ShareGPT under vLLM is almost all blue. Alpaca under vLLM is half free: its queue is empty.*
 #
 # For ShareGPT, the allocators alone explain the figure. The order is the paper's, every batch
-# is within a tenth of it, and the shares are within 4 points. The paper splits the memory
-# further, and so do we. Rounding and free slots together are what it calls external
-# fragmentation and others {cite}`kwon2023paged`.
+# is within a tenth of it, and the used shares are within 4 points. Split further, it is within
+# 8 points; rounding and free slots together are what the paper calls external fragmentation and
+# others {cite}`kwon2023paged`.
 
 # %%
 PAPER_SPLIT = {"Orca (Max)": (20.4, 13.3, 57.3, 8.9), "Orca (Pow2)": (26.8, 17.9, 13.6, 41.6),
@@ -270,10 +264,10 @@ assert worst < 0.1
 # %% [markdown]
 # ## What explains the differences
 #
-# *The spread of the lengths.* The cell repeats ShareGPT with other sigmas, after the fact and
-# for ten minutes each. Our value of 1.0 gives Orca (Max) and (Pow2) a larger used share than
-# the paper, with a slightly smaller batch: longer tails make those who stay longer. At 0.75
-# the oracle's row is almost the paper's. We report it and keep 1.0.
+# *The spread of the lengths.* Below, ShareGPT with other sigmas, after the fact, for ten minutes
+# each. Our 1.0 gives Orca (Max) and (Pow2) a larger used share than the paper: with
+# longer tails, those who stay hold more. At 0.75 the oracle's row is almost the paper's. We report
+# it and keep 1.0.
 
 # %%
 def variants(workload, **wanted):
@@ -289,7 +283,7 @@ print("paper:      ", " | ".join(f"{PAPER_USED[p]:5.1f} % {b:5.2f}"
                                  for p, b in PAPER_BATCHED["ShareGPT"].items()))
 
 # %% [markdown]
-# *The buddy allocator.* The paper's baselines use one. With first fit the rounding is gone:
+# *The buddy allocator* of the paper's baselines. With first fit the rounding is gone:
 
 # %%
 for fit in ("buddy", "first"):
@@ -299,22 +293,20 @@ for fit in ("buddy", "first"):
 print(f"oracle, if no slot were free: {100 * v['used'] / (v['used'] + v['later']):.1f} % used")
 
 # %% [markdown]
-# About a quarter of the pool is rounding: a part of what the baselines lose is their
-# allocator, and not reservation as such. The oracle on first fit gets to 49.9 %. On a perfect
-# allocator, with no free slot, it would reach 58.5 %, and there it ends: the rest is what its
-# requests will use later. That is the limit of *any* reservation under this load, and paging
-# passes it because it does not reserve.
+# About a quarter of the pool is rounding: a part of what the baselines lose is their allocator,
+# not reservation as such. The oracle on first fit gets to 49.9 %. With no slot free it would reach
+# 58.5 %; the rest is what its requests will use later. No reservation does better under this load.
+# Paging does, because it does not reserve.
 #
 # :::{admonition} Predict
 # :class: tip
 # For Alpaca under vLLM the paper has 132.44 requests batched and we have half as many, with
-# more than half of the pool free. Which of the two explains it: memory or time?
+# more than half of the pool free. Memory or time?
 # :::
 #
 # :::{dropdown} Reasoning
-# Time. Where nobody waits, the number in the system is arrival rate times time in the system
-# (Little's law). The rate is 30 requests/s for both, so the paper's requests stayed twice as
-# long: its steps were slower.
+# Time. Where nobody waits, the number in the system is arrival rate times time in it (Little's
+# law). At 30 requests/s for both, the paper's requests stayed twice as long: its steps were slower.
 # :::
 
 # %%
@@ -327,10 +319,9 @@ print(f"our mean step: {ours['step_ms']:.0f} ms; {ours['free']:.0f} % of the slo
 
 # %% [markdown]
 # Steps of the paper's system took about 76 ms, if nobody waited; ours take 37 ms. Our formula
-# knows bytes and multiplications. It knows no Python between the steps, no sampling, no step
-# that runs prompts alone. With small requests, many of them, that is half of the time. In the
-# two other Alpaca rows the spread counts again: for short answers it is smaller than ours. At
-# sigma 0.75 Pow2 batches 48.9, where the paper has 43.24.
+# knows bytes and multiplications, but no Python between the steps, no sampling, no step that runs
+# prompts alone. For (Pow2) the spread counts: at sigma 0.75 it batches 48.9, at 1.0 33.5, and
+# the paper's 43.24 lies between. The paper's oracle batches more than ours at any sigma: time again.
 
 # %%
 for sigma in (0.5, 0.75, 1.0):
@@ -341,11 +332,10 @@ for sigma in (0.5, 0.75, 1.0):
 # ## What a simulation does not show
 #
 # It shows who fits, no more. Batch size is not throughput: a step with 32 requests takes
-# longer than one with 7, and the formula says by how much only under its assumptions. It does
-# not show latency as a user feels it, the cost of the gather in the attention kernel, or of
-# preemption (our vLLM run pushed out about two requests a second, each replayed at the price
-# of its tokens). Nor is it evidence that the paper's lengths were lognormal. Where it loses
-# touch with the paper, in Alpaca, it is because the paper measured a machine.
+# longer than one with 7, by an assumed amount. It does not show latency as a user feels it, the
+# cost of the gather in the attention kernel or of preemption (our vLLM run pushed out about two
+# requests a second), or that the paper's lengths were lognormal. Where it loses touch with the paper,
+# in Alpaca, the paper measured a machine.
 
 # %%
 v = rows["ShareGPT", "vLLM"]
@@ -359,7 +349,7 @@ print(f"pushed out: {v['preempted'] / counted:.1f} a second; fewest and most bat
 # | | |
 # |---|---|
 # | Classes | `Reserving` over `ContiguousPool`, `Paged` over `BlockManager`: `admit`, `grow`, `finish`, `split` |
-# | Fixed before the first run | sigma 1.0, the filter, bandwidth and multiplication shares, the watermark |
+# | Fixed before the first run | sigma, the filter, bandwidth and multiplication shares, the watermark |
 # | Exact | 7 requests, and the free share beside them |
 # | Close | ShareGPT: shares and batches of all four policies |
 # | Not explained by memory | Alpaca under vLLM |
@@ -367,13 +357,11 @@ print(f"pushed out: {v['preempted'] / counted:.1f} a second; fewest and most bat
 #
 # ## Real world
 #
-# The comparison was made with Orca rebuilt by the paper's authors, since Orca is not public
-# {cite}`kwon2023paged`. The watermark of our `Paged` is that of vLLM's first version
-# (`vllm/core/block_manager.py`). TensorRT-LLM still offers the choice between reserving for
-# the whole request and taking blocks as they are needed, as scheduler policies named
-# *guaranteed no evict* and *max utilization*. SGLang's scheduler
-# (`managers/schedule_policy.py`) estimates future output with a ratio that it adapts, which
-# lies between the two.
+# Orca is not public; the paper's authors rebuilt it {cite}`kwon2023paged`. The watermark of our
+# `Paged` is that of vLLM's first version (`vllm/core/block_manager.py`). TensorRT-LLM still lets you
+# choose between reserving for the whole request (*guaranteed no evict*) and taking blocks as they are
+# needed (*max utilization*). SGLang (`srt/managers/schedule_policy.py`) estimates future output with
+# an adaptive ratio.
 #
 # ## Exercises
 #
@@ -403,8 +391,8 @@ assert runs == 15
 #
 # :::{solution} ex-L1-trace
 # :class: dropdown
-# A step for the prompts, then one for each token: 3 steps of 3 requests. With ten, seven run
-# first, and the last three join when those have left: 3 steps of 7, 3 of 3.
+# A step for the prompts, then one for each token: 3 steps of 3 requests. With ten, 3 steps of 7,
+# then 3 of 3.
 # :::
 
 # %% tags=["hide-input"]
@@ -423,8 +411,8 @@ assert [step.batched for step in steps] == [7, 7, 7, 3, 3, 3]
 #
 # :::{solution} ex-L1-break
 # :class: dropdown
-# It rises: a newcomer takes the last blocks, the next step needs some for those that run, and
-# the newcomer, being last, is pushed out at once. Its prompt was computed for nothing.
+# It rises: a newcomer takes the last blocks, the next step needs some, and the newcomer, being last,
+# is pushed out. Its prompt was computed for nothing.
 # :::
 
 # %% tags=["hide-input"]
@@ -446,9 +434,8 @@ assert out[0] > out[9]
 #
 # :::{solution} ex-L1-implement
 # :class: dropdown
-# Between (Pow2) and (Oracle). It is generous to the many short requests, which leave soon,
-# and exact for the long ones, which a random moment finds. No server has it: to know that a
-# request will be long is half of an oracle.
+# Between (Pow2) and (Oracle). It is generous to the short requests, which leave soon, and exact for
+# the long ones, which a random moment finds. To know that a request will be long is half of an oracle.
 # :::
 
 # %% tags=["hide-input"]
@@ -466,15 +453,14 @@ assert live["Orca (Pow2)"]["batched"] < guess["batched"] < live["Orca (Oracle)"]
 # :::{exercise}
 # :label: ex-L1-own
 # *Implement.* Run Little's law the other way: from the JSON's `batched` and `step_ms`,
-# compute how many ShareGPT requests a second each policy serves while its queue is never
-# empty.
+# compute how many ShareGPT requests a second each policy serves while its queue is never empty.
 # :::
 #
 # :::{solution} ex-L1-own
 # :class: dropdown
 # Batched / (step time x (output + 1)): 0.66 for Orca (Max) and 2.03 for vLLM, 3 times as
-# many. This is the memory effect turned into throughput by an assumed clock; the paper
-# measured 2-4 times {cite}`kwon2023paged`.
+# many: the memory effect, turned into throughput by an assumed clock. The paper measured 2-4 times
+# {cite}`kwon2023paged`.
 # :::
 
 # %% tags=["hide-input"]
@@ -483,13 +469,14 @@ rates = {policy: rows["ShareGPT", policy]["batched"] * 1000
          for policy in lab.POLICIES}
 print({policy: round(rate, 2) for policy, rate in rates.items()})
 print(f"{rates['vLLM'] / rates['Orca (Max)']:.0f} times")
+assert all(rows["ShareGPT", policy]["always_waiting"] for policy in lab.POLICIES)
+assert sorted(rates, key=rates.get) == list(lab.POLICIES)  # the paper's order
+assert [round(rates[policy], 2) for policy in ("Orca (Max)", "vLLM")] == [0.66, 2.03]
 
 # %% [markdown]
 # ## Further reading
 #
-# - The PagedAttention paper, sections 3 and 6.2 {cite}`kwon2023paged`.
-# - Orca, which introduced batching by iterations and reserved the maximum {cite}`yu2022orca`.
-# - Little, *A Proof for the Queuing Formula L = λW* (1961): one page of assumptions, one line
-#   of formula.
-# - Feller, *An Introduction to Probability Theory*, volume 2, on the waiting-time paradox:
-#   why a random moment finds the long ones.
+# - The PagedAttention paper, sections 3 and 6.2 {cite}`kwon2023paged`; Orca {cite}`yu2022orca`.
+# - Little, *A Proof for the Queuing Formula L = λW* (1961).
+# - Feller, *An Introduction to Probability Theory*, volume 2, on the waiting-time paradox: why a
+#   random moment finds the long ones.

@@ -69,8 +69,8 @@ def compare(attention):
 compare(write_and_attend)
 
 # %% [markdown]
-# Close, and the same token this time, but not the same numbers. Over some hundred tokens a near tie
-# will fall the other way, and from there on the texts differ. Whoever compares two runs, caches
+# Close, and the same token this time, but not the same numbers. Sooner or later a near tie may fall
+# the other way, and from there on the texts differ. Whoever compares two runs, caches
 # answers, or trains on the sampled tokens while another program computes their probabilities, finds
 # that the answer depends on who else was asking.
 #
@@ -162,7 +162,9 @@ lens = torch.tensor([300, 70, 40], dtype=torch.int32, device=device)
 query = torch.randn(3, 4, 32, generator=gen).to(device)
 
 
+# %%
 def decode(part, invariant):
+    """Attention for some of the three sequences, in one call."""
     plan = DecodePlan(len(lens[part]), 4, 2, 32, device, dtype=pool.dtype,
                       batch_invariant=invariant)
     plan.update(lens[part].clone())
@@ -176,8 +178,15 @@ for invariant in (False, True):
     print(f"batch_invariant={invariant}:", "all the same" if all(same) else "bits differ")
 
 # %% [markdown]
-# **Turn the knob.** Set `lens[1]` to 80 and run the cell again; expect the first sequence to
-# change in the default mode, and not in the other.
+# **Turn the knob.** Give the *second* sequence 20 tokens in place of 70: expect the first to change by
+# default, and not in the mode. With 80 tokens nothing changes: they are as many tiles of 64 as 70.
+
+# %%
+first = {mode: decode(slice(0, 3), mode)[0] for mode in (False, True)}
+for tokens in (20, 80, 70):
+    lens[1] = tokens
+    same = [torch.equal(decode(slice(0, 3), mode)[0], bits) for mode, bits in first.items()]
+    print(f"beside {tokens} tokens, same bits by default: {same[0]}, in the mode: {same[1]}")
 
 # %% [markdown]
 # ## Prefill
@@ -227,12 +236,17 @@ print("by the decode kernel, to 1e-5:", torch.allclose(last[0], whole[39], atol=
 # ## The rest of the model
 #
 # Attention is one of two places. The other is every matrix product.
+#
+# :::{admonition} Check it yourself
+# :class: warning
+# An invariant attention kernel is said to make ~~the model~~ invariant. The cell below uses one.
+# :::
 
 # %%
 compare(KernelAttention(batch_invariant=True))
 
 # %% [markdown]
-# Not enough, as the opening leads us to expect. Make the products invariant in the crudest way,
+# Not enough. Make the products invariant in the crudest way,
 # a row at a time, and try both modes of attention.
 
 # %%
@@ -292,8 +306,8 @@ for row in result["rows"]:
 # :::{dropdown} Reasoning
 # The first: 16 parts a sequence, 1,024 in all, 16.5 KB each; written and read, 34 MB beside
 # 1,074 MB of keys and values. That is 3 %, plus what it costs to end one part and begin another.
-# The second: 32 parts for 4 pairs of KV heads are 128 programs' work, and there is room for
-# 264. Half the card is idle, so up to twice the time.
+# The second: a program takes two of the 8 KV heads, so 32 parts are 128 programs' work, and there is
+# room for 264. Half the card is idle, so up to twice the time.
 # :::
 
 # %%
@@ -355,9 +369,9 @@ assert chunks["changed_alone"] == sum(chunks["changed_in_chunks"].values()) == 0
 #
 # vLLM has a batch-invariant mode, in `vllm/model_executor/layers/batch_invariant.py`: it replaces matrix
 # products, norms and means by Triton kernels with fixed tiles and fixes the splits of attention. SGLang's
-# deterministic mode does likewise. The public discussion began with an essay by Horace He and others,
-# *Defeating Nondeterminism in LLM Inference* (2025), which also points out what this lab found: no atomic additions and
-# no race are needed for it, a varying batch is enough.
+# deterministic mode does likewise, in `python/sglang/srt/batch_invariant_ops/`. Both follow an essay
+# {cite}`he2025nondeterminism` which also points out what this lab found: no atomic additions and no race are
+# needed for it, a varying batch is enough.
 #
 # ## Exercises
 #
@@ -406,3 +420,48 @@ from itertools import permutations
 
 sums = [float((torch.tensor(a) + b) + c) for a, b, c in permutations([1.0, 1e8, -1e8])]
 assert sorted(sums) == [0.0] * 4 + [1.0] * 2
+
+# %% [markdown]
+# :::{exercise}
+# :label: ex-L3-implement
+# **Implement.** `fixed_tiles(x, w)`: a matrix product whose rows do not depend on how many there are, but
+# faster than row by row.
+# :::
+#
+# :::{solution} ex-L3-implement
+# :class: dropdown
+# Always multiply 16 rows, the last ones padded with zeros: one shape, one routine, one order.
+# :::
+
+# %% tags=["hide-input"]
+def fixed_tiles(x, w, size=16):
+    padded = torch.nn.functional.pad(x, (0, 0, 0, -len(x) % size))
+    tiles = [torch.nn.functional.linear(tile, w) for tile in padded.split(size)]
+    return torch.cat(tiles)[: len(x)]
+
+
+product = fixed_tiles(x, w)
+assert all(torch.equal(fixed_tiles(x[:n], w), product[:n]) for n in (1, 5, 16, 17, 33))
+assert torch.allclose(product, torch.nn.functional.linear(x, w), atol=1e-4)
+
+# %% [markdown]
+# :::{exercise}
+# :label: ex-L3-full
+# **Compute.** Into how many parts would the 131,072 tokens have to be cut to give each of the 264
+# programs one? How long would a part be?
+# :::
+#
+# :::{solution} ex-L3-full
+# :class: dropdown
+# A part is work for four programs, so 66 parts, of 1,986 tokens.
+# :::
+
+# %% tags=["hide-input"]
+parts = 132 * 2 // 4
+assert (parts, -(-131072 // parts)) == (66, 1986)
+
+# %% [markdown]
+# ## Further reading
+#
+# - Gentle: the essay named above {cite}`he2025nondeterminism`.
+# - Deep: how splitting keys fills a GPU, and so brings the cuts about {cite}`dao2023flashdecoding`.

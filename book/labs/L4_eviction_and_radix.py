@@ -9,9 +9,8 @@
 # %% [markdown]
 # # Lab: eviction, and a radix tree
 #
-# A pool of three blocks has just answered chat A, whose prompt fills all three. One block is
-# needed for something else, and then A comes back. Everything hangs on which of the three was
-# given up, though all three were used at the same moment.
+# A pool of three blocks has just answered chat A, whose prompt fills it. One block is needed
+# elsewhere, then A comes back.
 
 # %%
 import sys
@@ -38,7 +37,7 @@ for policy in ("LRU, head first", "LRU, tail first"):
 # - **Exports** `radix_tree` (`RadixTree`), `traces` (readers of recorded requests) and
 #   `trace_shapes` (a generator); it plots what `benchmarks/eviction.py` counted.
 # - **Device** CPU.
-# - **Run time** under a minute; the benchmark takes some minutes.
+# - **Run time** under a minute.
 # - **You are here** 07 sampling · 08 prefix cache · **lab** · 09 scheduling
 # :::
 
@@ -46,10 +45,10 @@ for policy in ("LRU, head first", "LRU, tail first"):
 # ## A tree of texts
 #
 # SGLang keeps prompts in a radix tree {cite}`zheng2024sglang`. An edge is a run of tokens of any
-# length; where two prompts part, the edge is split. A node has `tokens` (the run that leads to
+# length. A node has `tokens` (the run that leads to
 # it), `children` by the first page of their run, `parent`, and `last`, the walk that passed it
 # last. A page is the unit in which tokens are compared; 1 is allowed. The invariant: children of
-# one node begin with different pages, so a prompt can go on in one place at most.
+# one node begin with different pages.
 
 # %% tags=["export:radix_tree"]
 """Prompts in a radix tree: runs of tokens on the edges, split where two prompts part.
@@ -109,8 +108,8 @@ class RadixTree:
 
 
 # %% [markdown]
-# The walk goes down as far as the pages agree. If it leaves an edge in the middle, the edge is
-# split there, so that the part that was used and the part that was not can age separately.
+# A walk goes down as far as the pages agree. If it leaves an edge in the middle, the edge is
+# split there, so that its used and its unused part age separately.
 
 # %% tags=["export:radix_tree"]
 class RadixTree(RadixTree):  # type: ignore
@@ -145,9 +144,8 @@ class RadixTree(RadixTree):  # type: ignore
 
 
 # %% [markdown]
-# Eviction takes leaves only, the one used longest ago first, and trims it from its end. A parent
-# is never older than its child: tail first, least recently used, by the shape of the tree. It
-# cannot make the mistake of the opening.
+# Eviction takes leaves only, the one used longest ago first, and trims it from its end: tail
+# first, by the shape of the tree. It cannot make the mistake of the opening.
 
 # %% tags=["export:radix_tree"]
 class RadixTree(RadixTree):  # type: ignore
@@ -253,8 +251,8 @@ for _ in range(400):
 print(found)
 
 # %% [markdown]
-# In prompts of thousands of tokens half a block is little. Under eviction, too, a tree with pages
-# of B and tail-first LRU over blocks hit the same, request by request:
+# Half a block is little in prompts of thousands of tokens. Under eviction, too, a tree with pages
+# of B and tail-first LRU over blocks hit the same:
 
 # %%
 def replay_tree(chains, capacity):
@@ -274,13 +272,12 @@ print(f"{len(few)} prompts in 120 blocks: hits equal, request by request: {same}
 assert same
 
 # %% [markdown]
-# So tree or table is a choice of engineering. The policy is another matter, and blocks are enough
-# for it.
+# So tree or table is a choice of engineering; to compare policies, blocks are enough.
 
 # %% [markdown]
 # ## Requests to try it on
 #
-# Recorded streams are published in two formats, neither with any text. Mooncake's has a line of
+# Two formats of recorded streams are read here, neither with any text. Mooncake's has a line of
 # JSON a request: a time stamp, two lengths, and an id for each block of 512 tokens, where equal
 # ids mean equal beginnings {cite}`qin2025mooncake`. Azure's is a table of time stamps and lengths.
 # The readers refuse a bad line by number and field.
@@ -533,7 +530,7 @@ with tempfile.TemporaryDirectory() as folder:
         print("refused:", error)
 
 # %% [markdown]
-# The files are large and belong to others; the benchmark takes a path. For the rest there is a
+# The files belong to others; the benchmark takes a path. For the rest there is a
 # generator: lognormal lengths, shared openings with Zipf weights, sessions that return with the
 # last prompt, its answer and something new.
 
@@ -716,9 +713,9 @@ AZURE_CONVERSATION = TraceShape(
     max_input=16_384,
 )
 # %% [markdown]
-# It is fitted on inputs: lengths, rate, the shares of blocks that come again and only once. No hit
-# rate of a limited cache went in. Mooncake's paper gives 23,608 requests in an hour, 7,590 tokens
-# in and 182 out on average, and 51 % of the blocks found by an unlimited cache
+# It is fitted on inputs: lengths, rate, the shares of blocks that come again and only once.
+# Mooncake's paper gives 23,608 requests in an hour, 7,590 tokens in and 182 out on average, and
+# 51 % of the blocks found by an unlimited cache
 # {cite}`qin2024mooncake`.
 
 # %%
@@ -731,15 +728,16 @@ for name, stats in result["stats"].items():
           f"{100 * stats['used_once']:.0f} % of ids once")
 
 # %% [markdown]
-# Recorded prompts are longer in the mean than the generated ones of the third line, whose long tail
-# is cut at 131,072 tokens. **Turn the knob.** Set `continues=0` in `KIMI_CONVERSATION` with
+# The generated conversation is shorter in the mean than the recorded one: its long tail is cut at
+# 131,072 tokens. **Turn the knob.** Set `continues=0` in `KIMI_CONVERSATION` with
 # `dataclasses.replace`; expect hardly any block but the first to come again.
 
 # %% [markdown]
 # ## Policies, and the best possible
 #
 # Requests are served one at a time; leading blocks that are cached are hits. A policy is a key for
-# each block, and the smallest key goes first.
+# each block, and the smallest key goes first. LRU drops what was used longest ago, LFU what was used
+# least often, FIFO what came first.
 
 # %% tags=["hide-input"]
 import inspect
@@ -752,9 +750,8 @@ Markdown(f"```python\n{table}```")
 
 # %% [markdown]
 # *Length-aware* is Mooncake's variant of LFU that prefers to drop what lies deep in a prompt.
-# *Cost-aware* is GreedyDual: uses times the work to compute the block again; only leaves may go,
-# or it would evict a parent before its child. *ARC* keeps blocks used once and often apart and
-# shifts the border by what it regrets {cite}`megiddo2003arc`. The bound is Belady's rule: evict the
+# *Cost-aware* is GreedyDual: uses times the work to compute the block again, leaves only. *ARC*
+# keeps blocks used once and often apart and shifts the border by what it regrets {cite}`megiddo2003arc`. The bound is Belady's rule: evict the
 # block whose next use is furthest {cite}`belady1966`.
 #
 # :::{admonition} Predict
@@ -764,7 +761,7 @@ Markdown(f"```python\n{table}```")
 #
 # :::{dropdown} Reasoning
 # No. Whoever uses a block uses its parent, so the parent's next use is never later; with ties
-# broken by depth the child goes first. Hence all that it keeps counts. The tests compare it with
+# broken by depth the child goes first. The tests compare it with
 # trying everything, on small cases.
 # :::
 
@@ -782,7 +779,8 @@ for name, chains in streams.items():
 #
 # Five streams. The *agent loop* has 500 sessions of 8 turns behind 3,000 tokens of tools. The
 # *shared-prefix mix* has system prompts of Zipf popularity, and one request in five is a long
-# document that never comes back. Two are generated, one is recorded.
+# document that never comes back. Two are generated from the
+# shapes above, one is recorded.
 #
 # :::{admonition} Predict
 # :class: tip
@@ -791,8 +789,7 @@ for name, chains in streams.items():
 #
 # :::{dropdown} Reasoning
 # The documents of the mix are a scan: under LRU each pushes out system prompts that will be wanted.
-# In the agent loop a session that has ended leaves high counts that will never be used, and a
-# young one, which will return in a moment, has low ones.
+# In the agent loop ended sessions leave high counts, and a young one, soon to return, has low ones.
 # :::
 
 # %% tags=["hide-input"]
@@ -831,9 +828,8 @@ fig.supylabel("prompt blocks that hit, %", fontsize=9)
 plt.show()
 
 # %% [markdown]
-# *Figure: hit rate against the size of the pool, eight lines for each of five streams. Grey: an
-# unlimited cache; dotted: the best possible. The two LRU lines lie on each other. LFU and ARC lead
-# in the mix; LFU falls far behind in the agent loop.*
+# *Figure: hit rate against the size of the pool, eight lines for each of five streams. Thin grey:
+# an unlimited cache; dotted: the best possible. The two LRU lines lie on each other.*
 #
 # The mean distance to tail-first LRU over the pool sizes, in points of hit rate:
 
@@ -851,11 +847,11 @@ print(f"{'worst of the five':34}", *(f"{value:+13.2f}" for value in worst.values
 
 # %% [markdown]
 # - *Head first* loses between 0.02 and 0.2 points: the mistake of the opening hits one chain at a
-#   time. Tail first costs nothing, so it stays.
-# - *FIFO* is behind everywhere. *LFU* and *length-aware* win 9.0 and 7.9 points in the mix and
-#   lose 13 in the agent loop: what was popular is not what will return.
-# - *ARC* is the one serious rival. It wins 9.8 points in the mix and never loses more than 1.3 in
-#   the mean. On the recorded trace it is ahead in three pools of four, behind in the largest.
+#   time. Tail first costs nothing.
+# - *FIFO* is behind in every stream. *LFU* and *length-aware* win 9.0 and 7.9 points in the mix
+#   and lose 13 in the agent loop.
+# - *ARC* is the one serious rival. It wins 9.8 points in the mix and never loses more than 1.3
+#   in the mean.
 
 # %%
 rate = {(r["workload"], r["policy"], r["blocks"]): r["hit_rate"] for r in rows}
@@ -870,10 +866,10 @@ assert gaps["agent loop"]["LFU"] < -13 < 8 < gaps["shared-prefix mix"]["LFU"]
 # %% [markdown]
 # :::{admonition} Conclusion
 # :class: important
-# Tail-first LRU stays the default. No policy is ahead of it on every stream; on recorded traffic
-# the best rival gains at most about 2 points, and loses about 1.5 in the large pool. It is one
+# Tail-first LRU stays the default. No policy is ahead of it on every stream; on the recorded one
+# ARC gains about 2 points at most, in three pools of four, and loses 1.5 in the largest. LRU is a
 # queue that the pool has anyway. A service that mixes system prompts with long one-off documents
-# has a case for ARC, and would do better still to mark what shall be kept.
+# has a case for ARC, or for marking what shall be kept.
 # :::
 
 # %% [markdown]
@@ -896,7 +892,7 @@ print(f"largest difference {max(off):.1f} points")
 # %% [markdown]
 # In the two larger pools the order is the paper's, and no value is off by more than about 4 points.
 # In the smallest the paper sees no difference {cite}`qin2024mooncake`, and our stream favours
-# counting a little: its few hot openings stand out more sharply.
+# counting a little.
 #
 # What all this does not show: requests run one at a time, so no prompt pins blocks while another
 # is served; a hit rate in blocks is not a time; and whoever chooses the stream chooses the winner.
@@ -907,9 +903,6 @@ print(f"largest difference {max(off):.1f} points")
 # |---|---|
 # | Classes | `RadixTree`, `RadixNode`; `TraceRequest`, `TraceStats`; `TraceShape`, `Lognormal` |
 # | Invariant of the tree | children of a node begin with different pages; no node was used after its parent |
-# | Same hits | a tree with pages of B tokens, and tail-first LRU over blocks of B |
-# | The bound | furthest next use, deepest first: never strands a block |
-# | The default | tail-first LRU stays |
 # | What breaks next | requests that run together: [chapter 09](../09_scheduling) |
 #
 # ## Real world
@@ -919,8 +912,7 @@ print(f"largest difference {max(off):.1f} points")
 # tree, in an order that can be set (`python/sglang/srt/mem_cache/radix_cache.py`,
 # `python/sglang/srt/mem_cache/evict_policy.py`). TensorRT-LLM keeps each block's successors by their
 # tokens, and lets the caller give parts of a prompt a priority of retention
-# (`cpp/tensorrt_llm/batch_manager/kvCacheManager.cpp`): the sure way to use knowledge that no
-# policy can have.
+# (`cpp/tensorrt_llm/batch_manager/kvCacheManager.cpp`).
 #
 # ## Exercises
 #
@@ -932,7 +924,7 @@ print(f"largest difference {max(off):.1f} points")
 #
 # :::{solution} ex-L4-compute
 # :class: dropdown
-# 2,049, 2,048 and 2,048. Half a block is lost on average, here one token.
+# 2,049, 2,048 and 2,048.
 # :::
 
 # %% tags=["hide-input"]
@@ -974,7 +966,7 @@ assert hits == 1 and before == {1, 2, 4, 5}
 # :::{solution} ex-L4-break
 # :class: dropdown
 # The head is the cheapest to compute again, so it goes first, and the two behind it are
-# stranded. A price for a block alone is wrong where blocks need each other.
+# stranded.
 # :::
 
 # %% tags=["hide-input"]
@@ -988,14 +980,14 @@ assert lab.leading((1, 2, 3), cache.entries) == 0
 # %% [markdown]
 # :::{exercise}
 # :label: ex-L4-implement
-# *Implement.* Write a policy for the shared-prefix mix that knows which blocks belong to a
-# system prompt: those with more than one use are kept before all others. Compare with ARC.
+# *Implement.* Write a policy that keeps blocks with more than one use, as those of a system
+# prompt, before all others. Compare with ARC in the mix and with LRU in the agent loop.
 # :::
 #
 # :::{solution} ex-L4-implement
 # :class: dropdown
-# The key (used more than once, last use, -depth) is ARC with a border that cannot move. In the mix
-# it is about as good; in the agent loop it is plain LRU.
+# The key (used more than once, last use, -depth) is almost as good as ARC in the mix, and far
+# behind LRU in the loop: a session's newest blocks, used once, go before old ones of ended sessions.
 # :::
 
 # %% tags=["hide-input"]
@@ -1005,35 +997,41 @@ compared = {policy: 100 * lab.hit_rate(mix, policy, 1000)
             for policy in ("LRU, tail first", "ARC", "two classes")}
 print(", ".join(f"{policy} {value:.1f} %" for policy, value in compared.items()))
 assert compared["two classes"] > compared["LRU, tail first"]
+loop = streams["agent loop"]
+lru, two = (100 * lab.hit_rate(loop, policy, 400) for policy in ("LRU, tail first", "two classes"))
+print(f"agent loop: LRU {lru:.1f} %, two classes {two:.1f} %")
+assert two < lru - 5
 del lab.KEYS["two classes"]
 
 # %% [markdown]
 # :::{exercise}
 # :label: ex-L4-own
-# *Implement.* Shape a trace of your own: the Kimi shape with sessions that return in 20 s
-# instead of 215 s on average. What happens to LRU in a small pool, and why?
+# *Implement.* Give the Kimi shape sessions that return in 20 s instead of 215 s on average. What
+# happens to LRU in a small pool, and why?
 # :::
 #
 # :::{solution} ex-L4-own
 # :class: dropdown
 # It gains much: fewer other prompts come between two turns of a session. An unlimited cache gains
-# a little, because more sessions come back before the end. Recency is a guess about pauses.
+# less, because more sessions come back before the end.
 # :::
 
 # %% tags=["hide-input"]
 import dataclasses
 
+found = {}
 for seconds in (215, 20):
     shape = dataclasses.replace(KIMI_CONVERSATION, pause=Lognormal(seconds, 0.98))
     chains = [request.prefix_ids for request in generate(shape, 2000)]
-    lru = lab.hit_rate(chains, "LRU, tail first", 3000)
-    print(f"pause {seconds} s: LRU {100 * lru:.1f} %, unlimited {lab.unlimited(chains):.1f} %")
+    lru, all_kept = 100 * lab.hit_rate(chains, "LRU, tail first", 3000), lab.unlimited(chains)
+    found[seconds] = lru, all_kept
+    print(f"pause {seconds} s: LRU {lru:.1f} %, unlimited {all_kept:.1f} %")
+assert found[20][0] > 2 * found[215][0] and 0 < found[20][1] - found[215][1] < 10
 
 # %% [markdown]
 # ## Further reading
 #
-# - SGLang's paper, section 3, on the tree and on the order in which requests are served
-#   {cite}`zheng2024sglang`.
+# - SGLang's paper, section 3, on the tree {cite}`zheng2024sglang`.
 # - Mooncake's papers, on a cache shared by many machines {cite}`qin2025mooncake`, and on the
 #   traces {cite}`qin2024mooncake`.
 # - Megiddo and Modha, on ARC {cite}`megiddo2003arc`; Cao and Irani, *Cost-Aware WWW Proxy

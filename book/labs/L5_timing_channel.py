@@ -222,8 +222,8 @@ assert held[100] == 100 * (opening + 4) and held[1] < held[10] < held[100]
 print(f"with a salt each: 100 times {opening + 4}")
 
 # %% [markdown]
-# **Turn the knob.** Make `lab.OPENING` ten times as long and build the form again; expect the
-# price of salts to rise with it, and the leak without them to stay as it is.
+# **Turn the knob.** Make `lab.OPENING` twice as long and build the form again; expect an opening
+# of 3 blocks, one block more for each salt, and the leak without salts as it is.
 
 # %% [markdown]
 # ## With a clock
@@ -292,7 +292,7 @@ print("tokens computed, right and wrong:", plain["computed_right"], plain["compu
 # %% [markdown]
 # ## What this does not show
 #
-# A clock of processor time on the server is the best that an attacker could have. Across a
+# A clock of processor time on the server is more than an attacker has. Across a
 # network there is noise. Adding normal noise of standard deviation s to a gap g gives an AUC of
 # the normal distribution function at g / (s √2); the cell tells how much noise the attack
 # stands. Averaging does not help much, since a guess can be asked once. What helps the attacker
@@ -326,8 +326,8 @@ for noise in (0.25, 0.5, 1, 2, 4):
 #
 # vLLM takes a `cache_salt` with each request and puts it into the key of the first block
 # (`vllm/v1/core/kv_cache_utils.py`). SGLang's radix cache can keep namespaces apart by an extra
-# key (`python/sglang/srt/mem_cache/radix_cache.py`). TensorRT-LLM mixes a salt into the
-# key of the root (`cpp/tensorrt_llm/batch_manager/blockKey.cpp`). Hosted services say how they isolate in their documents:
+# key (`python/sglang/srt/mem_cache/radix_cache.py`). TensorRT-LLM keeps a salt in
+# the key of each block (`cpp/tensorrt_llm/batch_manager/blockKey.cpp`). Hosted services say how they isolate in their documents:
 # usually by organisation. That the leak is real on hosted services, and can be followed token by
 # token, has been shown {cite}`song2024early`.
 #

@@ -9,8 +9,8 @@
 # %% [markdown]
 # # Lab: the economics of a victim
 #
-# Blocks have run out, and somebody has to go. Serve the same bursts of requests twice. Once the last to
-# arrive is put aside and computed again later, as vLLM does today. Once the scheduler asks what each
+# Blocks have run out, and somebody has to go. Serve the same bursts of requests twice: once the
+# last to arrive is put aside and computed again later, as vLLM does today; once the scheduler asks what each
 # would cost, and may move blocks to host memory.
 
 # %%
@@ -45,9 +45,9 @@ for policy in (BASE, "cheapest"):
 # %% [markdown]
 # ## What one preemption costs
 #
-# Swap moves the K/V of L tokens out and back: 2 x L x 131,072 B over the bandwidth to the host.
-# Recompute multiplies L tokens with the weights, and with each other. Both grow with L, so at first sight
-# one of them wins at all lengths, and the bandwidth says which.
+# Swap moves the K/V of L tokens out and back: 2 x L x 131,072 B over the bandwidth to the host. Recompute multiplies L
+# tokens with the weights, and with each other. Both grow with L, so at first sight the bandwidth alone says which
+# wins.
 
 # %%
 cost = lab.COST
@@ -65,8 +65,8 @@ print(f"at 8,192 tokens attention adds {1e3 * pairs:.0f} ms to {1e3 * 8192 * per
 
 # %% [markdown]
 # Two terms bend that. A decoding step reads for longer than it multiplies, so a replay's first tokens
-# cost nothing: they ride along. And attention makes a long replay grow with the square. The first
-# favours recompute for short prefixes, the second swap for long ones.
+# ride along for nothing: that favours recompute for short prefixes. And attention makes a long replay grow with the
+# square: that favours swap for long ones.
 #
 # :::{admonition} Predict
 # :class: tip
@@ -77,7 +77,7 @@ print(f"at 8,192 tokens attention adds {1e3 * pairs:.0f} ms to {1e3 * 8192 * per
 # :::{dropdown} Reasoning
 # Let f tokens be free, t the time of a token computed and s that of one swapped. Recompute wins while
 # (L - f) t < L s, so while L < f t / (t - s). At 12.5 GB/s s is 21.0 us of 27.1, so the border is at more than
-# four times f. At 50 GB/s s is a fifth of t, and the border lies just above f.
+# four times f. At 50 GB/s s is a fifth of t, and the border lies a quarter above f.
 # :::
 
 # %%
@@ -98,9 +98,8 @@ for bandwidth in lab.BANDWIDTHS:
 print(f"{border(12.5e9, 32) / lab.free_tokens(cost, 32):.1f} times the free tokens at 12.5 GB/s")
 
 # %% [markdown]
-# Now the simulation. Some rows decode; in the middle one request is put aside by hand, by one method or
-# the other, and taken back by the scheduler in the same step. The cost is the difference to the same
-# steps without it.
+# Now the simulation. Some rows decode; in the middle one request is put aside by hand and taken back by the
+# scheduler in the same step. The cost is the difference to the same steps without it.
 
 # %% tags=["hide-input"]
 import inspect
@@ -149,15 +148,14 @@ fig.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", nco
 plt.show()
 
 # %% [markdown]
-# *Figure: which method is quicker, by length of the prefix and bandwidth to the host, beside 0, 32 and 200
-# decoding rows. The predicted border falls steeply at about 150 tokens beside few rows, earlier beside many,
-# and then runs on near 9.7 GB/s; every simulated point lies on the side predicted for it.*
+# *Figure: the quicker method, by length of the prefix and bandwidth to the host, beside 0, 32 and 200 decoding rows.
+# The predicted border falls steeply at about 150 tokens beside few rows, earlier beside many, and runs on near 9.7
+# GB/s; every point lies on the side predicted.*
 #
 # Times differ by up to a fifth where prefixes are short: whole blocks are moved, and six tokens have come
-# since. "Short prefixes are recomputed, long ones swapped" is right, but the border moves: it lies at
-# hundreds of tokens on a slow link and just above the free tokens on a fast one. Below 9.7 GB/s, hardly anything is
-# worth moving. `Preemption` is told rates only, so it does not know of the
-# free tokens, and swaps some short prefixes that could have come along for nothing.
+# since. "Short prefixes are recomputed, long ones swapped" is right, but the border lies at hundreds of tokens on a slow
+# link and just above the free tokens on a fast one. Below 9.7 GB/s, hardly anything is worth moving. `Preemption` is told
+# rates only: it swaps some short prefixes that could have come along for nothing.
 #
 # **Turn the knob.** In the cell that runs live, set `host_bandwidth=9e9`; expect recompute to win both.
 
@@ -176,10 +174,9 @@ plt.show()
 # :::
 #
 # :::{dropdown} Reasoning
-# Both, and about equally. Swap ends the tax: more than a fifth of all tokens were run twice, and that
-# time comes back. But a policy decides *how often* somebody is hit. The last to arrive is often a short, hasty request
-# that frees few blocks, so the next one follows soon. Batch work is long: it frees many blocks at once,
-# and nobody waits for it. That also makes it heavy, so those who pick it move the most.
+# Both, and about equally. Swap ends the tax: more than a fifth of all tokens were run twice. A policy decides *how often*
+# somebody is hit. The last to arrive is often a short, hasty request that frees few blocks, so the next one follows soon.
+# Batch work frees many blocks at once, and nobody waits for it; but those who pick it move the most.
 # :::
 
 # %% tags=["hide-input"]
@@ -222,18 +219,15 @@ plt.show()
 # *Figure: deadlines missed (left) and tokens run twice (right) under six configurations, means over
 # seeds with 95 % intervals.*
 #
-# Swap alone takes 2.7 points off the misses, at 13.9 GiB moved. Picking by priority or by price takes off
-# 3.5 more, with about half as many preemptions and a third more bytes: they move few, large requests. In bytes
-# they look worst, and for the users they are best. `most_slack`, which looks at deadlines and at nothing
-# else, gains a third of that: a request with slack may be small, and then the next one follows. And
-# `cheapest`, which knows prices, is as good as `lowest_priority`, which knows what we told it. Where
-# priorities say nothing, it still works.
+# Swap alone takes 2.7 points off the misses, at 13.9 GiB moved. Picking by priority or by price takes off about 3.5
+# more, with half to three fifths of the preemptions and a third more bytes: they move few, large requests, worst in
+# bytes and best for the users. `most_slack`, which looks at deadlines alone, gains little more than a third of that.
+# And `cheapest`, which knows prices, is as good as `lowest_priority`, which knows what we told it.
 
 # %% [markdown]
 # ## The tail of the gaps
 #
-# The best preemption is the one that does not happen, and two settings decide how often it does. The first is the token
-# budget. It cuts long prompts into chunks, so that blocks are asked for in instalments; and it bounds how long a step can be.
+# Two more settings matter. The token budget cuts long prompts into chunks and bounds how long a step can be.
 # One prompt in ten below has 4,096 to 8,192 tokens, the others are chats.
 #
 # :::{admonition} Predict
@@ -243,10 +237,9 @@ plt.show()
 # :::
 #
 # :::{dropdown} Reasoning
-# A step that is full of prompt tokens multiplies: its time is the budget times 27.1 us, and somewhat more for attention. So
-# the longest gap doubles with the budget. The quantile need not: the same prompts make fewer long steps, so a
-# large budget hurts *fewer tokens more*. Once fewer than one gap in a hundred is long, the 99 % quantile
-# sees none of the worst.
+# A step that is full of prompt tokens multiplies: its time is the budget times 27.1 us, and some overhead. So the
+# longest gap doubles with the budget. The quantile need not: a large budget makes fewer long steps and hurts *fewer
+# tokens more*. Once fewer than one gap in a hundred is long, the 99 % quantile sees none of the worst.
 # :::
 
 # %% tags=["hide-input"]
@@ -271,17 +264,15 @@ for budget, chunked in [*((b, True) for b in lab.BUDGETS), (lab.BUDGETS[-1], Fal
 
 # %% [markdown]
 # The longest gap follows the budget. The 99 % quantile rises up to a budget of 4,096 and then *falls*: whoever tunes
-# for it alone may choose the budget with the worst stutter. Time to first token, which large budgets are said
-# to help, hardly moves: each prompt takes its multiplications in any case. In our clock a
-# small budget costs only `overhead` and weights read more often; kernels, which like large matrices, are not in it.
+# for it alone may choose the worst stutter. Time to first token, which large budgets are said to help,
+# moves little from a budget of 512 on. Our clock does not know that kernels like large matrices.
 #
-# The last line is a scheduler that does not cut prompts. It gains nothing over the largest budget: what hurts is
-# the size of the step, not where a prompt is cut.
+# Not to cut prompts, the last line, gains nothing over the largest budget.
 
 # %% [markdown]
 # ## Blocks, large and small, under pressure
 #
-# The second setting is the block size. The memory stays 16,384 tokens, and the load is that of the bursts; recompute only.
+# The other setting is the block size. The memory stays 16,384 tokens, under the bursts; recompute only.
 #
 # :::{admonition} Predict
 # :class: tip
@@ -290,9 +281,8 @@ for budget, chunked in [*((b, True) for b in lab.BUDGETS), (lab.BUDGETS[-1], Fal
 # :::
 #
 # :::{dropdown} Reasoning
-# About twenty rows of 700 tokens run. Half a block of 256 is 128 slots beside 700: of 828, 15 % are empty. At
-# 16 it is 8 beside 700, one percent. A pool that is 15 % smaller admits that many fewer; under overload the queue turns this
-# into more than 15 %.
+# About twenty rows of 700 tokens run. Half a block of 256 is 128 slots beside 700: of 828, 15 % are empty. A pool that
+# is 15 % smaller admits that many fewer; under overload the queue turns this into more than 15 %.
 # :::
 
 # %% tags=["hide-input"]
@@ -303,23 +293,22 @@ for size in lab.SIZES:
         np.mean([row[figure] for row in mine])
         for figure in ("slots_filled", "first_token_p99", "missed", "rows"))
     print(f"blocks of {size:3}: {100 * (1 - filled):4.1f} % of held slots empty, {rows:.1f} rows,",
-          f"first token {first:5.2f} s (99 %), {100 * missed:.1f} % missed")
+          f"first token {first:5.2f} s (99 %), {100 * missed:.1f} % missed,",
+          f"seeds differ by {100 * np.ptp([row['missed'] for row in mine]):.1f} points")
 print(f"said for 256: {100 * 128 / 828:.0f} %")
 
 # %% [markdown]
 # As said, 15 % are empty at 256. The unlucky wait for 15.86 s, where with blocks of 16 it is 13.40 s, and three
-# deadlines in a hundred more are missed. Up to 32, sizes do not differ by more than seeds do. Nothing here speaks against blocks of
-# 1, because the clock knows neither tables nor kernels: that side of the bill is in the
-# [lab on indirection](L2_price_of_indirection).
+# deadlines in a hundred more are missed. Up to 32, sizes differ by less than seeds do. Blocks of 1 look best because
+# the clock knows neither tables nor kernels: see the [lab on indirection](L2_price_of_indirection).
 #
 # ## What this does not show
 #
-# The constants are assumed; the border moves with them, and in proportion. Transfers here block the step. An engine may copy
-# beside a step, which makes swap cheaper than it looks, as long as no later step needs the blocks. Deadlines and lengths are
-# made up, and under another mixture another policy may win: the intervals are over seeds, not over
-# workloads. No prefix cache was on, with which a replay finds what others still hold. And the figures of the paper
-# on recompute and swap {cite}`kwon2023paged` come from other hardware: it found the two comparable at blocks of 16 to 64,
-# with a link and a device about ten times slower than those assumed here.
+# The constants are assumed; the border moves with them. Transfers here block the step; an engine that copies beside it
+# makes swap cheaper. Deadlines and lengths are made up, and under another mixture another policy may win: the
+# intervals are over seeds, not over workloads. No prefix cache was on, with which a replay finds what others still
+# hold. The paper, on an older device and link, found recompute and swap comparable at blocks of 16 to 64
+# {cite}`kwon2023paged`.
 
 # %% [markdown]
 # ## State card
@@ -327,7 +316,7 @@ print(f"said for 256: {100 * 128 / 828:.0f} %")
 # | | |
 # |---|---|
 # | Predicted from bytes and rates | `free_tokens`, the border of recompute and swap |
-# | Confirmed | winner and time of each method, over 144 cases |
+# | Confirmed | winner of each of 144 cases; times within a fifth |
 # | Policies | same arrivals for each; intervals by `bootstrap_interval` |
 # | Knobs | budget: longest gap; block size: empty slots |
 # | Assumed | all constants of `LLAMA_3_8B_ON_H200` |
@@ -335,17 +324,17 @@ print(f"said for 256: {100 * 128 / 828:.0f} %")
 #
 # ## Real world
 #
-# vLLM once swapped and now only recomputes; its scheduler (`vllm/v1/core/sched/scheduler.py`) takes the last running request, or
-# the lowest priority where priorities are on. SGLang retracts the request with the most output left
-# to make (`managers/schedule_batch.py`) and can keep evicted prefixes in host memory. TensorRT-LLM pauses and recomputes,
-# and offloads reusable blocks to the host.
+# vLLM once swapped and now only recomputes; its scheduler (`vllm/v1/core/sched/scheduler.py`) takes the last running
+# request, or the lowest priority where priorities are on. SGLang retracts the request that has generated least
+# (`managers/schedule_batch.py`) and can keep evicted prefixes in host memory. TensorRT-LLM pauses and recomputes, and
+# offloads reusable blocks to the host.
 #
 # ## Exercises
 #
 # :::{exercise}
 # :label: ex-L7-compute
-# *Compute.* Grouped-query attention made K/V small. With one KV head for each of the 32 query heads, four times as many
-# bytes, at which bandwidth would swap and recompute be even?
+# *Compute.* With one KV head for each of the 32 query heads, four times as many bytes, at which bandwidth
+# would swap and recompute be even?
 # :::
 #
 # :::{solution} ex-L7-compute
@@ -361,8 +350,7 @@ assert round(wide / 1e9, 1) == 38.7
 # %% [markdown]
 # :::{exercise}
 # :label: ex-L7-trace
-# *Trace.* A request of 600 tokens is swapped out and back, in blocks of 16, at 25 GB/s. Which moves are in the plans, how
-# many bytes are that, and for how long does the stream stand still?
+# *Trace.* A request of 600 tokens is swapped out and back, in blocks of 16, at 25 GB/s. How many blocks and bytes move, and how long do the others wait?
 # :::
 #
 # :::{solution} ex-L7-trace
@@ -387,8 +375,7 @@ assert moved == 2 * 38
 #
 # :::{solution} ex-L7-break
 # :class: dropdown
-# Everything is swapped, though replays would be quicker, and the last token comes later. A wrong price is
-# worse than none: without a host pool everything would have been replayed.
+# Everything is swapped, though replays would be quicker, and the last token comes later.
 # :::
 
 # %% tags=["hide-input"]
@@ -404,9 +391,11 @@ def serve_told(told):
     return lab.simulate(scheduler, clock, requests, far), relief.events
 
 
-for told in (1e12, 5e9):
-    report, events = serve_told(told)
+served = {told: serve_told(told) for told in (1e12, 5e9)}
+for told, (report, events) in served.items():
     print(f"told {told / 1e9:5.0f} GB/s: {report.seconds:.2f} s, {dict(events)}")
+(misled, swaps), (informed, replays) = served.values()
+assert not swaps["recompute"] and not replays["swap"] and misled.seconds > informed.seconds
 
 # %% [markdown]
 # :::{exercise}
@@ -445,8 +434,7 @@ print("a victim of 128 tokens is free, one of 1,280 is not")
 #
 # :::{solution} ex-L7-intervals
 # :class: dropdown
-# Seeds differ more than policies do: a heavy burst is heavy under each of them. In a difference of two runs over the same
-# arrivals that part cancels.
+# A heavy burst is heavy under each policy. In a difference of two runs over the same arrivals that part cancels.
 # :::
 
 # %% tags=["hide-input"]
@@ -460,7 +448,5 @@ assert difference < 0.7 * mean
 # ## Further reading
 #
 # - The PagedAttention paper, sections 4.5 and 7.3, on recompute and swap {cite}`kwon2023paged`.
-# - Sarathi-Serve (arXiv 2403.02310): chunked prefills and stalls between tokens.
 # - Efron and Tibshirani, *An Introduction to the Bootstrap*, chapters 6 and 13.
-# - Liu and Layland, *Scheduling Algorithms for Multiprogramming in a Hard-Real-Time Environment* (1973): what deadlines can
-#   and cannot promise.
+# - Liu and Layland (1973), on scheduling under hard deadlines.
