@@ -29,7 +29,8 @@ from paged_kv.engine import Engine
 from paged_kv.model_source import load_model
 
 SIGMA, MEAN, LOW, HIGH, SYSTEM = 1.0, 60, 4, 256, 300
-MODULES = ["engine", "delivery", "chooser", "runner", "step_upload", "scheduler", "guest_attention", "attention"]
+MODULES = ["engine", "delivery", "chooser", "runner", "step_upload", "scheduler", "cpu_attention"]
+MODULES += ["packed_products"]
 Case = tuple[list[list[int]], list[int]]
 
 

@@ -102,6 +102,7 @@ import heapq
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from numbers import Real
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -181,11 +182,11 @@ class Request(Request):  # type: ignore
 
 def own_tokens(name: str, tokens: Sequence[int] | NDArray[np.integer[Any]]) -> Tokens:
     """`tokens` as a read-only int32 array of its own; ValueError, naming it, for what is none."""
-    if not isinstance(tokens, np.ndarray) and bool in set(map(type, tokens)):
-        raise ValueError(f"{name}: whole numbers are needed, not bools")
     try:
+        if not isinstance(tokens, np.ndarray) and bool in set(map(type, tokens)):
+            raise ValueError("whole numbers are needed, not bools")
         own = token_array(tokens).copy()
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{name}: {error}") from None
     own.flags.writeable = False
     return own
@@ -198,7 +199,8 @@ def check_numbers(request: Request) -> None:
     at_least(-MAX_TOKEN, "priority", request.priority)
     at_least(0, "beam_width", request.beam_width)
     for name, when in (("arrival", request.arrival), ("deadline", request.deadline)):
-        if when is not None and not math.isfinite(when):
+        number = isinstance(when, Real) and not isinstance(when, bool)
+        if when is not None and not (number and math.isfinite(when)):
             raise ValueError(f"{name} = {when!r}: a finite time is needed, or None")
     if at_least(1, "n", request.n) > 1 and request.beam_width:
         raise ValueError(f"n = {request.n}: samples or beams, not both")
@@ -1425,6 +1427,8 @@ def check_ledger(ledger: Ledger) -> None:
 
 from __future__ import annotations
 
+from itertools import count
+
 import numpy as np
 
 from paged_kv.block_pool import OutOfBlocks
@@ -1494,7 +1498,8 @@ class Admission:
         Raises, with nothing changed: NeverFits; ValueError, naming the field.
         """
         ledger, length = self.ledger, len(request.tokens)
-        name = ledger.submitted if request.request_id is None else request.request_id
+        free = (number for number in count(ledger.submitted) if number not in ledger.groups)
+        name = next(free) if request.request_id is None else request.request_id
         longest = ledger.manager.tables.max_seq_len
         if name in ledger.groups:
             raise ValueError(f"request_id = {name!r}: still in use")

@@ -68,8 +68,8 @@ print(f"{len(at_once)} steps, {naive_run} tokens run, at most {max(at_once)} cha
 #
 # :::{card} This chapter
 # - **You need** chapters 5 and 8 to 10; chapter 7 for beams. Appendix A4 chooses the tokens.
-# - **Exports** `step_upload`, `runner`, `answers`, `chooser`, `delivery`, `request_options`,
-#   `engine_setup`, `engine` (`Engine`).
+# - **Exports** `step_upload`, `cpu_attention`, `packed_products`, `runner`, `answers`, `chooser`,
+#   `delivery`, `request_options`, `engine_setup`, `engine` (`Engine`).
 # - **Device** CPU, one thread, float32. The same code serves a GPU.
 # - **Run time** under two minutes, most of it the real model.
 # - **You are here** 00 tour · 01 sizing · 02 contiguous pool · 03 block manager · 04 paged
@@ -399,6 +399,7 @@ print("kept of step 2:", scheduler.accepted[1])
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Protocol
 
 from paged_kv.attend import KernelAttention
@@ -427,41 +428,6 @@ class Room:
     max_tokens: int
     max_seqs: int
     table_shape: tuple[int, int]
-
-# %% tags=["export:runner"]
-MakeRunner = Callable[[PagedModel, KVStore, Room], Runner]
-
-
-def logits_of_samples(logits: Tensor, step: DeviceStep, plan: StepPlan) -> Tensor:
-    """One row a sample, from one row a sequence of the batch."""
-    if plan.sample_rows is plan.rows:
-        return logits[: len(plan.rows)]
-    return logits.index_select(0, step.sample_at)
-
-
-class EagerRunner:
-    """The plain Runner: any step, at the pace at which the CPU can launch it.
-
-    State: `guest`; `host`, the store that swapped blocks go to; `upload`.
-    """
-
-    def __init__(self, guest: PagedModel, host: KVStore, room: Room) -> None:
-        self.guest, self.host = guest, host
-        device = guest.model.device
-        self.upload = StepUpload(room.max_tokens, room.max_seqs, room.table_shape, device)
-        self.counts: Counter[str] = Counter()
-
-    def forward(self, plan: StepPlan, sampled: Tensor) -> tuple[Tensor, DeviceStep]:
-        """As `Runner` says."""
-        step = self.upload.load(plan)
-        if plan.moves:
-            run_moves(plan.moves, self.guest.store, self.host)
-        attention = self.guest.attention
-        batch = with_late_tokens(step, sampled)
-        if isinstance(attention, KernelAttention):
-            attention.begin(batch, step.shape.decodes)
-        self.counts["eager"] += 1
-        return logits_of_samples(self.guest.forward(batch), step, plan), step
 
 # %% [markdown]
 # A CPU has no kernel of ours. Chapter 4's `paged_attention` works there, but it finds out in every layer where the tokens of a step are,
@@ -496,10 +462,10 @@ class Decodes(NamedTuple):
 
 
 def like_lengths(counts: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """Places of `counts`, in groups in which the least is three quarters of the largest."""
+    """Places of `counts`, in groups in which the least is half of the largest or more."""
     groups, order = list[NDArray[np.int64]](), (-counts).argsort(kind="stable")
     while len(order):
-        size = int((4 * counts[order] >= 3 * counts[order[0]]).sum())
+        size = int((2 * counts[order] >= counts[order[0]]).sum())
         groups.append(order[:size])
         order = order[size:]
     return groups
@@ -652,6 +618,132 @@ for lengths, chunk in [((5, 70, 33, 16, 1), 9), ((17, 1), 0), ((), 40)]:
         worst = max(worst, float((one - two).abs().max()))
 print("largest difference below 1e-5:", worst < 1e-5)
 assert worst < 1e-5
+
+# %% [markdown]
+# The products are the larger half of a step. PyTorch hands them to a library with the weights as they lie, and at a few dozen rows it spends
+# its time on arranging them. oneDNN can be given weights in its own layout, arranged once. The price is a second copy of them, and
+# the danger is the usual one of copies: whoever changes the weights must be noticed.
+
+# %% tags=["export:packed_products"]
+"""A model's large matrix products on a CPU, from weights laid out for oneDNN once."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch.nn import Linear
+
+PACK_FROM = 1 << 18  # weights of a layer from which on packing pays
+TYPICAL_ROWS = 32  # the batch that the layout is chosen for; others are right too
+
+
+class PackedProduct:
+    """What `layer` computes, from a packed copy of its weight, renewed when that changes."""
+
+    def __init__(self, layer: Linear) -> None:
+        self.layer = layer
+        self.pack()
+
+    def pack(self) -> None:
+        """Copy the weight into oneDNN's layout."""
+        self.weight, self.version = self.layer.weight, self.layer.weight._version
+        data = self.weight.detach()
+        self.copy = torch.ops.mkldnn._reorder_linear_weight(data, TYPICAL_ROWS)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The product of x [..., in_features]."""
+        weight = self.layer.weight
+        if weight is not self.weight or weight._version != self.version:
+            self.pack()
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(
+            x, self.copy, self.layer.bias, "none", [], ""
+        )
+        return product
+
+
+# %% tags=["export:packed_products"]
+class PackedProducts:
+    """The large products of a model, packed; as many bytes more as their weights have.
+
+    State: `packed`, one a layer; empty where PyTorch has no oneDNN, or the model is not in
+    float32 on a CPU.
+    """
+
+    def __init__(self, model: Any) -> None:
+        able: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        able &= model.device.type == "cpu"
+        layers = [part for part in model.modules() if type(part) is Linear] if able else []
+        self.packed = [PackedProduct(layer) for layer in layers if can_pack(layer)]
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Within this context the model runs packed products."""
+        for product in self.packed:
+            product.layer.forward = product  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            for product in self.packed:
+                del product.layer.forward
+
+
+def can_pack(layer: Linear) -> bool:
+    """Whether it is large, in float32, as its class made it, and tells of changes."""
+    weight, own = layer.weight, "forward" not in vars(layer)
+    large = weight.numel() >= PACK_FROM and weight.dtype == torch.float32
+    return large and own and not weight.is_inference()
+
+# %% tags=["hide-input"]
+layer = torch.nn.Linear(512, 1024)
+packed, x = PackedProduct(layer), torch.randn(3, 512)
+with torch.inference_mode():
+    apart = [float((packed(x) - layer(x)).abs().max())]
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    apart.append(float((packed(x) - layer(x)).abs().max()))
+print("equal but for rounding:", apart[0] < 1e-5)
+print("and after the weight was doubled:", apart[1] < 1e-5)
+assert max(apart) < 1e-5
+
+# %% tags=["export:runner"]
+MakeRunner = Callable[[PagedModel, KVStore, Room], Runner]
+
+
+def logits_of_samples(logits: Tensor, step: DeviceStep, plan: StepPlan) -> Tensor:
+    """One row a sample, from one row a sequence of the batch."""
+    if plan.sample_rows is plan.rows:
+        return logits[: len(plan.rows)]
+    return logits.index_select(0, step.sample_at)
+
+
+class EagerRunner:
+    """The plain Runner: any step, at the pace at which the CPU can launch it.
+
+    Args: `packed`, whether a model on a CPU runs from packed copies of its weights.
+    State: `guest`; `host`, the store that swapped blocks go to; `upload`; `products`.
+    """
+
+    def __init__(
+        self, guest: PagedModel, host: KVStore, room: Room, *, packed: bool = True
+    ) -> None:
+        self.guest, self.host = guest, host
+        self.products = PackedProducts(guest.model) if packed else None
+        device = guest.model.device
+        self.upload = StepUpload(room.max_tokens, room.max_seqs, room.table_shape, device)
+        self.counts: Counter[str] = Counter()
+
+    def forward(self, plan: StepPlan, sampled: Tensor) -> tuple[Tensor, DeviceStep]:
+        """As `Runner` says."""
+        step = self.upload.load(plan)
+        if plan.moves:
+            run_moves(plan.moves, self.guest.store, self.host)
+        attention = self.guest.attention
+        batch = with_late_tokens(step, sampled)
+        if isinstance(attention, KernelAttention):
+            attention.begin(batch, step.shape.decodes)
+        self.counts["eager"] += 1
+        with nullcontext() if self.products is None else self.products.on():
+            logits = self.guest.forward(batch)
+        return logits_of_samples(logits, step, plan), step
 
 # %% [markdown]
 # A runner serves a `PagedModel`, and making one tries the model first (chapter 5): a packed batch, chunks and decodes mixed,
@@ -1984,6 +2076,8 @@ for total in ((big + small) - big, (big - big) + small):  # the same three numbe
 # |---|---|---|---|
 # | `StepUpload` | table on the device, two host buffers | device table = scheduler's, in rows that run | every launch costs the CPU some microseconds (14) |
 # | `Runner` | guest, host store | same plan, same logits | one launch an operation (14) |
+# | `CpuAttention` | plans of one step | equals chapter 4's attention but for rounding | products are then the larger part |
+# | `PackedProducts` | packed copies of large weights | a weight that changes is packed again | the memory of a second copy |
 # | `Chooser` | sampler, newest tokens, tenants | a tenant's settings lie in its row | |
 # | `Desk` | jobs by request | a job lives as long as its group | spelling is Python, a token at a time |
 # | `Engine` | steps in flight, mail | idle: pool full, no tenants, no jobs | one process, one GPU |

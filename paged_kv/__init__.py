@@ -45,6 +45,7 @@
     step_upload      A step on its way to the device: one buffer, one copy, and tables that stay there.
     runner           Who runs a plan on the device: the plain way, one launch after another.
     cpu_attention    Attention on a CPU: decodes by whole blocks, planned once a step for all layers.
+    packed_products  A model's large matrix products on a CPU, from weights laid out for oneDNN once.
     answers          What users get: pieces of text as they come, and answers when they are complete.
     chooser          From logits to tokens: chosen on the device, read by the host when it needs them.
     delivery         When a step's tokens are there: commit them, spell them, end what has come to its end.
@@ -499,6 +500,7 @@ if TYPE_CHECKING:
         stored_model,
     )
     from paged_kv.packed_batch import PackedBatch, pack
+    from paged_kv.packed_products import PackedProduct, PackedProducts, can_pack
     from paged_kv.preemption import (
         Candidate,
         Costs,
@@ -770,6 +772,8 @@ __all__ = [
     "Outcome",
     "Output",
     "PackedBatch",
+    "PackedProduct",
+    "PackedProducts",
     "PagedModel",
     "Paper",
     "Pending",
@@ -880,6 +884,7 @@ __all__ = [
     "bytes_asked",
     "cached_blocks",
     "call_theirs",
+    "can_pack",
     "capacity",
     "ceiling",
     "changes",
@@ -1356,6 +1361,8 @@ _HOME = {
     "Outcome": "check_suites",
     "Output": "request",
     "PackedBatch": "packed_batch",
+    "PackedProduct": "packed_products",
+    "PackedProducts": "packed_products",
     "PagedModel": "hf_adapter",
     "Paper": "check_paper",
     "Pending": "chooser",
@@ -1466,6 +1473,7 @@ _HOME = {
     "bytes_asked": "engine_setup",
     "cached_blocks": "live_view",
     "call_theirs": "check_reader",
+    "can_pack": "packed_products",
     "capacity": "sizing",
     "ceiling": "step_sizes",
     "changes": "liveness",

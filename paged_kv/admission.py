@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import numpy as np
 
 from paged_kv.block_pool import OutOfBlocks
@@ -68,7 +70,8 @@ class Admission:
         Raises, with nothing changed: NeverFits; ValueError, naming the field.
         """
         ledger, length = self.ledger, len(request.tokens)
-        name = ledger.submitted if request.request_id is None else request.request_id
+        free = (number for number in count(ledger.submitted) if number not in ledger.groups)
+        name = next(free) if request.request_id is None else request.request_id
         longest = ledger.manager.tables.max_seq_len
         if name in ledger.groups:
             raise ValueError(f"request_id = {name!r}: still in use")

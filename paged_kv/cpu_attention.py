@@ -32,10 +32,10 @@ class Decodes(NamedTuple):
 
 
 def like_lengths(counts: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """Places of `counts`, in groups in which the least is three quarters of the largest."""
+    """Places of `counts`, in groups in which the least is half of the largest or more."""
     groups, order = list[NDArray[np.int64]](), (-counts).argsort(kind="stable")
     while len(order):
-        size = int((4 * counts[order] >= 3 * counts[order[0]]).sum())
+        size = int((2 * counts[order] >= counts[order[0]]).sum())
         groups.append(order[:size])
         order = order[size:]
     return groups

@@ -7,6 +7,7 @@ import heapq
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from numbers import Real
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -82,11 +83,11 @@ class Request:
 
 def own_tokens(name: str, tokens: Sequence[int] | NDArray[np.integer[Any]]) -> Tokens:
     """`tokens` as a read-only int32 array of its own; ValueError, naming it, for what is none."""
-    if not isinstance(tokens, np.ndarray) and bool in set(map(type, tokens)):
-        raise ValueError(f"{name}: whole numbers are needed, not bools")
     try:
+        if not isinstance(tokens, np.ndarray) and bool in set(map(type, tokens)):
+            raise ValueError("whole numbers are needed, not bools")
         own = token_array(tokens).copy()
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{name}: {error}") from None
     own.flags.writeable = False
     return own
@@ -99,7 +100,8 @@ def check_numbers(request: Request) -> None:
     at_least(-MAX_TOKEN, "priority", request.priority)
     at_least(0, "beam_width", request.beam_width)
     for name, when in (("arrival", request.arrival), ("deadline", request.deadline)):
-        if when is not None and not math.isfinite(when):
+        number = isinstance(when, Real) and not isinstance(when, bool)
+        if when is not None and not (number and math.isfinite(when)):
             raise ValueError(f"{name} = {when!r}: a finite time is needed, or None")
     if at_least(1, "n", request.n) > 1 and request.beam_width:
         raise ValueError(f"n = {request.n}: samples or beams, not both")

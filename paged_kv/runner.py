@@ -3,6 +3,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +13,7 @@ from paged_kv.attend import KernelAttention
 from paged_kv.hf_adapter import PagedModel
 from paged_kv.host_pool import run_moves
 from paged_kv.kv_store import KVStore
+from paged_kv.packed_products import PackedProducts
 from paged_kv.step_plan import StepPlan
 from paged_kv.step_upload import DeviceStep, StepUpload, with_late_tokens
 
@@ -51,11 +53,15 @@ def logits_of_samples(logits: Tensor, step: DeviceStep, plan: StepPlan) -> Tenso
 class EagerRunner:
     """The plain Runner: any step, at the pace at which the CPU can launch it.
 
-    State: `guest`; `host`, the store that swapped blocks go to; `upload`.
+    Args: `packed`, whether a model on a CPU runs from packed copies of its weights.
+    State: `guest`; `host`, the store that swapped blocks go to; `upload`; `products`.
     """
 
-    def __init__(self, guest: PagedModel, host: KVStore, room: Room) -> None:
+    def __init__(
+        self, guest: PagedModel, host: KVStore, room: Room, *, packed: bool = True
+    ) -> None:
         self.guest, self.host = guest, host
+        self.products = PackedProducts(guest.model) if packed else None
         device = guest.model.device
         self.upload = StepUpload(room.max_tokens, room.max_seqs, room.table_shape, device)
         self.counts: Counter[str] = Counter()
@@ -70,4 +76,6 @@ class EagerRunner:
         if isinstance(attention, KernelAttention):
             attention.begin(batch, step.shape.decodes)
         self.counts["eager"] += 1
-        return logits_of_samples(self.guest.forward(batch), step, plan), step
+        with nullcontext() if self.products is None else self.products.on():
+            logits = self.guest.forward(batch)
+        return logits_of_samples(logits, step, plan), step

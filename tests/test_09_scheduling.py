@@ -519,6 +519,13 @@ def test_a_reset_cache_is_not_filled_with_old_kv() -> None:
     scheduler.check()
 
 
+def test_a_number_given_by_the_scheduler_is_one_that_nobody_uses() -> None:
+    scheduler = make(4, token_budget=4)
+    names = [scheduler.submit(Request([1], 1, request_id=name)) for name in (None, 1, None, 5, None, None, None)]
+    assert len(set(names)) == len(names)
+    assert (names[1], names[3]) == (1, 5)
+
+
 def test_bad_requests_and_calls_are_refused() -> None:
     for bad in (
         {"prompt": []},
@@ -529,6 +536,9 @@ def test_bad_requests_and_calls_are_refused() -> None:
         {"max_new_tokens": 0},
         {"max_new_tokens": 1.0},
         {"stop_tokens": (-1,)},
+        {"stop_tokens": 5},
+        {"deadline": "soon"},
+        {"deadline": True},
         {"n": 0},
         {"n": True},
         {"n": 2, "beam_width": 2},

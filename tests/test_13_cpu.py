@@ -1,0 +1,167 @@
+"""Chapter 13 on a CPU: attention by whole blocks, and products from packed weights."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from paged_kv.block_manager import BlockManager
+from paged_kv.cpu_attention import CpuAttention, like_lengths, plan_decodes
+from paged_kv.engine import Engine
+from paged_kv.guest_attention import write_and_attend
+from paged_kv.kv_store import KVStore
+from paged_kv.packed_batch import PackedBatch, pack
+from paged_kv.packed_products import PackedProduct, PackedProducts
+from paged_kv.runner import EagerRunner
+from paged_kv.sizing import KVSpec
+
+OPTIONS = {"scale": None, "window": None, "softcap": None, "sinks": None}
+
+
+def case(
+    lengths: list[int], news: list[int], block_size: int, dtype: str = "fp32"
+) -> tuple[list[KVStore], PackedBatch]:
+    """Two stores that hold the same tokens, NaN everywhere else, and a batch of `news` tokens behind them."""
+    stores = [KVStore(KVSpec(1, 2, 8, dtype), 96, block_size) for _ in "ab"]
+    manager = BlockManager(96, block_size, 16, 200)
+    rows = [manager.add(n) for n in lengths]
+    held = [row for row, n in zip(rows, lengths, strict=True) if n]
+    if held:
+        before = pack(manager.tables, held, [[0] * n for n in lengths if n])
+        kv = torch.randn(sum(lengths), 2, 8, generator=torch.Generator().manual_seed(1))
+        for store in stores:
+            store.write(0, kv, kv + 1, before.slot_mapping)
+    manager.append(rows, np.array(news))
+    return stores, pack(manager.tables, rows, [[0] * n for n in news])
+
+
+def both(
+    stores: list[KVStore], batch: PackedBatch, heads: int = 6, **options: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the quick attention and the plain one return, and the same slots written."""
+    rng, tokens = torch.Generator().manual_seed(2), len(batch.positions)
+    q, k, v = (torch.randn(tokens, n, 8, generator=rng).to(stores[0].dtype) for n in (heads, 2, 2))
+    given_ = {**OPTIONS, **options}
+    found = [
+        attention(store, 0, q, k, v, batch, **given_)
+        for attention, store in zip((CpuAttention(), write_and_attend), stores, strict=True)
+    ]
+    assert all(torch.equal(*(s.tensors[0].nan_to_num() for s in stores)) for _ in "a")
+    return found[0], found[1]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(0, 60), min_size=1, max_size=9),
+    st.lists(st.integers(1, 9), max_size=3),
+    st.sampled_from([1, 4, 16]),
+    st.sampled_from([None, 1, 5, 33]),
+)
+def test_equals_the_plain_attention(decodes: list[int], chunks: list[int], block_size: int, window: int | None) -> None:
+    lengths, news = decodes + [7] * len(chunks), [1] * len(decodes) + chunks
+    if sum(-(-(n + new) // block_size) for n, new in zip(lengths, news, strict=True)) > 96:
+        return
+    one, two = both(*case(lengths, news, block_size), window=window)
+    torch.testing.assert_close(one, two, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"softcap": 3.0}, {"sinks": torch.arange(6.0)}, {"scale": 0.3}, {"window": 4}])
+def test_options(options: dict[str, object]) -> None:
+    one, two = both(*case([5, 40, 0, 17], [1, 1, 1, 6], 4), **options)
+    torch.testing.assert_close(one, two, atol=2e-6, rtol=1e-5)
+
+
+def test_sixteen_bits() -> None:
+    one, two = both(*case([5, 40, 17], [1, 1, 6], 4, "bf16"))
+    assert one.dtype == torch.bfloat16
+    torch.testing.assert_close(one, two, atol=2e-2, rtol=2e-2)
+
+
+def test_blocks_that_left_the_window_are_not_read() -> None:
+    stores, batch = case([40, 21], [1, 1], 4)
+    batch.block_table[int(batch.rows[0]), :7] = -1  # 28 of 41 tokens; the window begins at 31
+    one, two = both(stores, batch, window=10)
+    torch.testing.assert_close(one, two, atol=2e-6, rtol=1e-5)
+    with pytest.raises(ValueError, match="block_table: -1"):
+        plan_decodes(batch, 2, 4, None)
+
+
+def test_a_skipped_token_is_not_written() -> None:
+    stores, batch = case([5, 9], [1, 1], 4)
+    batch.slot_mapping[1] = -1
+    batch.seq_lens[1] = 0
+    one, two = both(stores, batch)
+    torch.testing.assert_close(one, two, atol=2e-6, rtol=1e-5)
+    assert not one[1].any(), "a sequence that holds nothing is given zeros"
+
+
+@given(st.lists(st.integers(1, 1000), max_size=40))
+def test_like_lengths(counts: list[int]) -> None:
+    groups = like_lengths(np.array(counts, np.int64))
+    assert sorted(np.concatenate([np.empty(0, np.int64), *groups]).tolist()) == list(range(len(counts)))
+    for group in groups:
+        found = [counts[i] for i in group]
+        assert found[0] == max(found)
+        assert 2 * min(found) >= max(found)
+
+
+def small(hidden: int = 512) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=hidden, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=2, vocab_size=600, max_position_embeddings=256, initializer_range=0.1,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def test_packed_products_are_the_products_and_notice_new_weights() -> None:
+    layer, x = torch.nn.Linear(512, 640), torch.randn(2, 3, 512)
+    packed = PackedProduct(layer)
+    for change in (lambda: None, lambda: layer.weight.mul_(2), lambda: layer.bias.add_(1)):
+        with torch.no_grad():
+            change()
+            torch.testing.assert_close(packed(x), layer(x), atol=1e-5, rtol=1e-5)
+    layer.weight = torch.nn.Parameter(torch.randn(640, 512))
+    with torch.inference_mode():
+        torch.testing.assert_close(packed(x), layer(x), atol=1e-4, rtol=1e-5)
+
+
+def test_what_is_packed_and_the_model_stays_its_own() -> None:
+    model = small()
+    products = PackedProducts(model)
+    names = {product.layer for product in products.packed}
+    assert model.model.layers[0].mlp.gate_proj in names
+    assert model.model.layers[0].self_attn.k_proj not in names, "too small to pay"
+    stopped = False
+    try:
+        with products.on():
+            assert "forward" in vars(model.lm_head)
+            raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        stopped = True
+    assert stopped
+    assert not any("forward" in vars(part) for part in model.modules())
+    assert not PackedProducts(small().bfloat16()).packed
+    with torch.inference_mode():
+        assert not PackedProducts(small()).packed, "such weights do not tell when they change"
+
+
+def test_packed_or_not_the_same_answers_also_after_new_weights() -> None:
+    model, prompts = small(), [[5, 6, 7], [9] * 20, [1]]
+    one = Engine(model, num_blocks=64)
+    two = Engine(model, num_blocks=64, runner=partial(EagerRunner, packed=False))
+    for _ in range(2):
+        said = [[answer.texts[0].token_ids for answer in engine.generate(prompts, 12)] for engine in (one, two)]
+        assert said[0] == said[1]
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(1.5)
+        for engine in (one, two):
+            assert engine.cache is not None
+            engine.cache.reset()
