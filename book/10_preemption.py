@@ -556,7 +556,7 @@ class Costs:
 # %% [markdown]
 # Transfer times are bytes over bandwidth and a fixed part; a replay is tokens over the rate of prefill and, in
 # long texts, a part that grows with the square. None of these numbers is ours yet: they are *assumed*, and marked so,
-# until chapter 13 measures them. Moving 1.25 GiB, 4,096 tokens of a 70B model, over a link of 25 GB/s:
+# until chapter 14 measures them. Moving 1.25 GiB, 4,096 tokens of a 70B model, over a link of 25 GB/s:
 
 # %%
 big = KVSpec(num_layers=80, num_kv_heads=8, head_size=128, dtype="fp16")
@@ -1131,7 +1131,7 @@ print("left 2 blocks, needs", blocks_to_return([Saved(0, 32, [0, 1])], [33], 16)
 # | class | fields | invariants | what breaks next |
 # |---|---|---|---|
 # | `HostPool` | `parcels`, the free queue | I7: a host block is free or in one parcel | copies that overlap with computing (chapter 14) |
-# | `Candidate` | a running group, looked at | a price is what the decision changes | assumed costs (measured in chapter 13) |
+# | `Candidate` | a running group, looked at | a price is what the decision changes | assumed costs (measured in chapter 14) |
 # | `Preemption` | `host`, `events`, `costs`, `policy` | the first in order is never the victim; a group has a parcel iff it is swapped | thrashing under overload (a lab) |
 # | `ProgressWatch` | `marks`, `log`, `met` | no state recurs without progress | - |
 #

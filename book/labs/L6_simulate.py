@@ -146,7 +146,7 @@ LLAMA_3_8B_ON_H200 = CostModel(
 )
 
 # %% [markdown]
-# Each constant is `assumed` until somebody measures it and says so in `measured`.
+# Each constant is `assumed` until somebody measures it and says so in `measured`. (Chapter 14 measures most of them on such a device.)
 #
 # :::{admonition} Predict
 # :class: tip
