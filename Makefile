@@ -87,7 +87,7 @@ lint: $(READY)  ## ruff, and mypy --strict on the package
 .PHONY: pytest
 pytest: $(READY)
 	$(call stage,tests) \
-	$(PY) -m pytest tests -n $(WORKERS) --dist loadgroup
+	$(PY) -m pytest tests -n $(WORKERS) --dist loadgroup --durations=15 --durations-min=5
 
 .PHONY: nbval
 nbval: $(READY)  ## run every cell of every notebook, compare with the stored outputs
