@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import ROOT, environment, write_result
+from common import ROOT, environment, module_hash, write_result
 from engine_anatomy import anatomy
 from engine_peers import part_batch, part_static, part_vllm
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -299,10 +299,12 @@ def part_anatomy(bench: Bench) -> Rows:
 
 
 def join(folder: Path) -> None:
-    """One file of all parts that are there; each keeps its own device, commit and day."""
+    """One file of all parts that are there; each keeps its own device, commit, day and hash of the modules it measured.
+
+    The hash of the whole is that of `ours`, not of the modules as they are when this is run.
+    """
     parts = {path.stem: json.loads(path.read_text()) for path in sorted((folder / "engine").glob("*.json"))}
     rows = [{"part": name} | row for name, part in parts.items() for row in part["rows"]]
-    waiting = sorted(PARTS - set(parts))
     rate = {(row["engine"], row.get("requests")): row.get("tokens_per_s") for row in rows}
     seconds = {(row["engine"], row.get("requests")): row.get("seconds") for row in rows}
     floors = {row["requests"]: row["floor_s"] for row in rows if "floor_s" in row}
@@ -324,7 +326,8 @@ def join(folder: Path) -> None:
     if cpu.exists():
         headline["x_hf_cpu_32"] = json.loads(cpu.read_text())["headline"]["x_hf_cpu_32"]
     measured = {
-        name: {key: part[key] for key in ("device", "versions", "commit", "date")} for name, part in parts.items()
+        name: {key: part[key] for key in ("device", "versions", "commit", "date", "module_hash")}
+        for name, part in parts.items()
     }
     text = __doc__.split("\n\n")[2].replace("\n", " ") if __doc__ else ""
     path = write_result(
@@ -335,7 +338,6 @@ def join(folder: Path) -> None:
         rows=rows,
         headline=headline,
         parts=measured,
-        waiting=waiting,
         **measured["ours"],
     )
     print(path, json.dumps(headline, indent=1))
@@ -357,7 +359,7 @@ def run_part(part: str, bench: Callable[[], Bench], peer: Path | None) -> Rows:
 def main() -> None:
     """Run the parts that are named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="+")
+    parser.add_argument("parts", nargs="+", choices=[*sorted(PARTS), "join"])
     parser.add_argument("--peer", type=Path)
     parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"], help="fewer, to try the script")
     given = parser.parse_args()
@@ -373,7 +375,8 @@ def main() -> None:
         except Exception:  # the other parts are worth having
             traceback.print_exc()
             continue
-        result = environment(("torch", "triton", "transformers")) | {"rows": rows}
+        result = environment(("torch", "triton", "transformers"))
+        result |= {"module_hash": module_hash(MODULES), "rows": rows}
         (folder / "engine" / f"{part}.json").write_text(json.dumps(result, indent=1) + "\n")
         torch.cuda.empty_cache()
 

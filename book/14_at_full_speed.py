@@ -933,9 +933,9 @@ plt.show()
 # *Figure: useful output tokens a second at 256 requests, one measure after the other, and the rate at which the floor of the
 # same steps would allow them.*
 #
-# Recording is the large one. A step ahead brings the eager engine more than the recorded one, since there is more host to hide;
-# but an engine whose host is the slower of the two gains only what stood still on *both* sides. Fusing brings more than the fifth that was
-# predicted: with the host out of the way, every microsecond of a small kernel counts, and merged products read their input once.
+# Recording is the large one. A step ahead can hide no more than the shorter of the two, host or device: for the eager engine
+# that is the device, for the recorded one the host. Fusing brings more than the fifth that was predicted. The prediction counted the
+# small kernels only; what the merged products add was not measured by itself.
 #
 # ## Anatomy of a step
 #
@@ -1017,7 +1017,8 @@ print(f"measured: static 64: {100 * useful:.0f} % of its rows' steps gave a usef
 # A static batch of 64 loses twice: three quarters of what it computes is for answers that have ended, and its
 # steps run launch by launch, each over a cache that is copied to grow. The batch of 256 was stopped when the time that a run may take was over, and is counted as far as it
 # came. The continuous batching of transformers wastes nothing on ended answers. It is warmed up before the clock starts, uses torch's attention, since no other
-# kernel was at hand, and its time was not taken apart here; on other machines it has been seen twice as fast.
+# kernel was at hand, and its time was not taken apart here. We have seen it at twice this rate, on such a device with another host, in a run
+# that was not kept: take the factor as that of one machine.
 #
 # vLLM and ours stand close, and the rest of the floor is the same rest: products and attention one behind the other, norms and activations,
 # prefills whose chunks come in sizes. Where we are ahead at 1,024 requests, queues are long and steps are mixed: ours are recorded
