@@ -183,6 +183,8 @@ class Request(Request):  # type: ignore
 def own_tokens(name: str, tokens: Sequence[int] | NDArray[np.integer[Any]]) -> Tokens:
     """`tokens` as a read-only int32 array of its own; ValueError, naming it, for what is none."""
     try:
+        if not isinstance(tokens, np.ndarray | Sequence):  # a generator can be read only once
+            tokens = list(tokens)
         if not isinstance(tokens, np.ndarray) and bool in set(map(type, tokens)):
             raise ValueError("whole numbers are needed, not bools")
         own = token_array(tokens).copy()

@@ -442,6 +442,7 @@ from typing import NamedTuple
 
 from paged_kv.attend import count_decodes
 from paged_kv.attention import paged_attention
+from paged_kv.kv_store import check_range
 
 
 class Decodes(NamedTuple):
@@ -477,10 +478,12 @@ def plan_decodes(
 ) -> list[Decodes]:
     """Plans of the first `num_decodes` sequences; those that hold nothing are left out.
 
-    Raises: ValueError where the table names no block for a token that is seen.
+    Raises: ValueError for a window below 1, or a token that is seen and has no block.
     """
     lens = batch.seq_lens[:num_decodes].numpy().astype(np.int64)
-    first = np.maximum(lens - (window or batch.block_table.shape[1] * block_size), 0)
+    if window is not None and window < 1:
+        raise ValueError(f"window = {window}: a token sees itself, so 1 or more is needed")
+    first = np.maximum(lens - window, 0) if window is not None else np.zeros_like(lens)
     begin, end = first // block_size, -(-lens // block_size)
     places, found = lens.nonzero()[0], list[Decodes]()
     for group in like_lengths((end - begin)[places]):
@@ -525,33 +528,37 @@ class CpuAttention:
     """A `LayerAttention` for a CPU; equals `write_and_attend` but for rounding.
 
     State: `batch`, the one planned for, known by its identity; `num_decodes`, its sequences in
-    front with one new token; `slots`, those to write where no token is skipped, else None;
-    `plans`, {window: Decodes}.
+    front with one new token; `lines`, where its keys and its values go, None where a token is
+    skipped; `plans`, {window: Decodes}.
     """
 
     def __init__(self) -> None:
         self.batch: PackedBatch | None = None
         self.num_decodes = 0
-        self.slots: Tensor | None = None
+        self.lines: tuple[Tensor, Tensor] | None = None
         self.plans: dict[int | None, list[Decodes]] = {}
 
-    def begin(self, batch: PackedBatch) -> None:
-        """Forget the plans of the last step."""
-        self.batch, self.plans = batch, {}
+    def begin(self, batch: PackedBatch, store: KVStore) -> None:
+        """Forget the plans of the last step.  Raises: ValueError for what points nowhere."""
+        size, slots = store.block_size, batch.slot_mapping
+        check_range("rows", batch.rows, 0, len(batch.block_table))
+        check_range("seq_lens", batch.seq_lens, -1, batch.block_table.shape[1] * size + 1)
+        check_range("slot_mapping", slots, -1, store.num_blocks * size)
+        self.batch, self.plans, self.lines = batch, {}, None
         self.num_decodes = count_decodes(batch.cu_seqlens)
-        skipped = len(batch.slot_mapping) == 0 or int(batch.slot_mapping.min()) < 0
-        self.slots = None if skipped else batch.slot_mapping
+        if len(slots) and int(slots.min()) >= 0:
+            keys = slots + slots // size * size
+            self.lines = keys, keys + size
 
     def write(self, store: KVStore, layer: int, key: Tensor, value: Tensor) -> None:
         """`KVStore.write`, of which nothing has to be found out."""
         assert self.batch is not None
-        if self.slots is None:
+        if self.lines is None:
             store.write(layer, key, value, self.batch.slot_mapping)
             return
-        rows, size = store.tensors[layer].view(-1, *key.shape[1:]), store.block_size
-        index = self.slots + self.slots // size * size
-        rows.index_copy_(0, index, key.to(rows.dtype))
-        rows.index_copy_(0, index + size, value.to(rows.dtype))
+        rows = store.tensors[layer].view(-1, *key.shape[1:])
+        for line, data in zip(self.lines, (key, value), strict=True):
+            rows.index_copy_(0, line, data.to(rows.dtype))
 
 
 # %% tags=["export:cpu_attention"]
@@ -572,7 +579,7 @@ class CpuAttention(CpuAttention):  # type: ignore
     ) -> Tensor:
         """Store the new K/V and return attention, [num_tokens, num_q_heads, head_size]."""
         if batch is not self.batch:
-            self.begin(batch)
+            self.begin(batch, store)
         self.write(store, layer, key, value)
         n = self.num_decodes if softcap is None and sinks is None else 0
         output = torch.zeros_like(query)
@@ -622,7 +629,8 @@ assert worst < 1e-5
 # %% [markdown]
 # The products are the larger half of a step. PyTorch hands them to a library with the weights as they lie, and at a few dozen rows it spends
 # its time on arranging them. oneDNN can be given weights in its own layout, arranged once. The price is a second copy of them, and
-# the danger is the usual one of copies: whoever changes the weights must be noticed.
+# the danger is the usual one of copies: whoever changes the weights must be noticed. A tensor counts its changes, but not those made
+# through `.data`, as loaders like to make them; so before each step a few weights of every layer are looked at as well.
 
 # %% tags=["export:packed_products"]
 """A model's large matrix products on a CPU, from weights laid out for oneDNN once."""
@@ -634,10 +642,15 @@ from torch.nn import Linear
 
 PACK_FROM = 1 << 18  # weights of a layer from which on packing pays
 TYPICAL_ROWS = 32  # the batch that the layout is chosen for; others are right too
+PROBES = 16  # weights of a layer that are compared before each step
 
 
 class PackedProduct:
-    """What `layer` computes, from a packed copy of its weight, renewed when that changes."""
+    """What `layer` computes, from a packed copy of its weight.
+
+    State: `weight`, the parameter that was copied; `version`, its count of changes; `probe`, a
+    few of its values; `copy`.
+    """
 
     def __init__(self, layer: Linear) -> None:
         self.layer = layer
@@ -646,14 +659,27 @@ class PackedProduct:
     def pack(self) -> None:
         """Copy the weight into oneDNN's layout."""
         self.weight, self.version = self.layer.weight, self.layer.weight._version
+        self.probe = self.look().clone()
         data = self.weight.detach()
         self.copy = torch.ops.mkldnn._reorder_linear_weight(data, TYPICAL_ROWS)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """The product of x [..., in_features]."""
+    def look(self) -> Tensor:
+        """A few values from all over the weight: a view."""
+        flat = self.layer.weight.detach().view(-1)
+        return flat[:: max(1, len(flat) // PROBES)]
+
+    def renew(self) -> None:
+        """Copy again if the weight is another, or has changed, or shows other values.
+
+        Unseen: a change through `.data` of single values that are none of those looked at.
+        """
         weight = self.layer.weight
-        if weight is not self.weight or weight._version != self.version:
+        same = weight is self.weight and weight._version == self.version
+        if not (same and torch.equal(self.look(), self.probe)):
             self.pack()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The product of x [..., in_features], with the weight as it was copied."""
         product: Tensor = torch.ops.mkldnn._linear_pointwise(
             x, self.copy, self.layer.bias, "none", [], ""
         )
@@ -676,8 +702,9 @@ class PackedProducts:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Within this context the model runs packed products."""
+        """Within this context the model runs packed products, of weights as they are now."""
         for product in self.packed:
+            product.renew()
             product.layer.forward = product  # type: ignore[method-assign, assignment]
         try:
             yield
@@ -697,8 +724,8 @@ layer = torch.nn.Linear(512, 1024)
 packed, x = PackedProduct(layer), torch.randn(3, 512)
 with torch.inference_mode():
     apart = [float((packed(x) - layer(x)).abs().max())]
-    with torch.no_grad():
-        layer.weight.mul_(2)
+    layer.weight.data.mul_(2)
+    packed.renew()
     apart.append(float((packed(x) - layer(x)).abs().max()))
 print("equal but for rounding:", apart[0] < 1e-5)
 print("and after the weight was doubled:", apart[1] < 1e-5)
@@ -1267,7 +1294,6 @@ def beam_texts(output: Output, search: BeamSearch, tokenizer: Any) -> list[Text]
 """What a request may ask for beside its prompt, checked when it is made."""
 
 from collections.abc import Collection
-from itertools import count
 from numbers import Real
 from typing import Literal, TypeAlias
 
@@ -1311,11 +1337,6 @@ class RequestOptions:
     def stop_words(self) -> tuple[str, ...]:
         """The stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
-    def name_among(self, used: Collection[Hashable], number: int) -> Hashable:
-        """The request's id; the first free number from `number` on if it gives none."""
-        free = (n for n in count(number) if n not in used)
-        return next(free) if self.request_id is None else self.request_id
 
 # %% tags=["export:request_options"]
 def check_options(asked: RequestOptions) -> None:
@@ -1379,15 +1400,13 @@ def encode(prompt: Prompt, tokenizer: Any, vocab_size: int) -> Any:
     return ids
 
 # %% tags=["export:request_options"]
-def make_request(
-    name: Hashable, ids: Any, max_new_tokens: int, asked: RequestOptions, stops: list[int]
-) -> Request:
+def make_request(ids: Any, max_new_tokens: int, asked: RequestOptions, stops: list[int]) -> Request:
     """The request as the scheduler takes it; `stops`, the model's own stop tokens."""
     own = stops if asked.stop_tokens is None else asked.stop_tokens
     return Request(
         ids,
         max_new_tokens,
-        request_id=name,
+        request_id=asked.request_id,
         priority=asked.priority,
         deadline=asked.deadline,
         stop_tokens=tuple(own),
@@ -1397,13 +1416,13 @@ def make_request(
     )
 
 
-def make_job(request: Request, asked: RequestOptions, seed: int) -> Job:
+def make_job(name: Hashable, request: Request, asked: RequestOptions, seed: int) -> Job:
     """What the engine remembers of `request`; `seed`, if it gives none of its own."""
     sampling = asked.sampling or SamplingOptions()
     if sampling.seed is None:
         sampling = replace(sampling, seed=seed % 2**64)
     prompt = request.tokens.tolist()
-    job = Job(request.request_id, prompt, sampling, asked.stop_words, asked.n > 1)
+    job = Job(name, prompt, sampling, asked.stop_words, asked.n > 1)
     if asked.beam_width > 1:
         rules = asked.length_penalty, asked.early_stopping
         width, most = asked.beam_width, request.max_new_tokens
@@ -1705,11 +1724,10 @@ class Engine(Engine):  # type: ignore
         if asked.stop and self.tokenizer is None:
             raise ValueError(f"stop = {asked.stop!r}: a tokenizer is needed")
         ids = encode(prompt, self.tokenizer, self.vocab_size)
+        request = make_request(ids, max_new_tokens, asked, eos_ids(self.model))
         number = self.scheduler.ledger.submitted
-        name = asked.name_among(self.desk.jobs, number)
-        request = make_request(name, ids, max_new_tokens, asked, eos_ids(self.model))
-        self.scheduler.submit(request)
-        self.desk.jobs[name] = make_job(request, asked, self.settings.seed + number)
+        name = self.scheduler.submit(request)
+        self.desk.jobs[name] = make_job(name, request, asked, self.settings.seed + number)
         return name
 
     def step(self) -> list[Delta]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paged_kv.attend import count_decodes
 from paged_kv.attention import paged_attention
-from paged_kv.kv_store import KVStore
+from paged_kv.kv_store import KVStore, check_range
 from paged_kv.packed_batch import PackedBatch
 
 
@@ -46,10 +46,12 @@ def plan_decodes(
 ) -> list[Decodes]:
     """Plans of the first `num_decodes` sequences; those that hold nothing are left out.
 
-    Raises: ValueError where the table names no block for a token that is seen.
+    Raises: ValueError for a window below 1, or a token that is seen and has no block.
     """
     lens = batch.seq_lens[:num_decodes].numpy().astype(np.int64)
-    first = np.maximum(lens - (window or batch.block_table.shape[1] * block_size), 0)
+    if window is not None and window < 1:
+        raise ValueError(f"window = {window}: a token sees itself, so 1 or more is needed")
+    first = np.maximum(lens - window, 0) if window is not None else np.zeros_like(lens)
     begin, end = first // block_size, -(-lens // block_size)
     places, found = lens.nonzero()[0], list[Decodes]()
     for group in like_lengths((end - begin)[places]):
@@ -92,33 +94,37 @@ class CpuAttention:
     """A `LayerAttention` for a CPU; equals `write_and_attend` but for rounding.
 
     State: `batch`, the one planned for, known by its identity; `num_decodes`, its sequences in
-    front with one new token; `slots`, those to write where no token is skipped, else None;
-    `plans`, {window: Decodes}.
+    front with one new token; `lines`, where its keys and its values go, None where a token is
+    skipped; `plans`, {window: Decodes}.
     """
 
     def __init__(self) -> None:
         self.batch: PackedBatch | None = None
         self.num_decodes = 0
-        self.slots: Tensor | None = None
+        self.lines: tuple[Tensor, Tensor] | None = None
         self.plans: dict[int | None, list[Decodes]] = {}
 
-    def begin(self, batch: PackedBatch) -> None:
-        """Forget the plans of the last step."""
-        self.batch, self.plans = batch, {}
+    def begin(self, batch: PackedBatch, store: KVStore) -> None:
+        """Forget the plans of the last step.  Raises: ValueError for what points nowhere."""
+        size, slots = store.block_size, batch.slot_mapping
+        check_range("rows", batch.rows, 0, len(batch.block_table))
+        check_range("seq_lens", batch.seq_lens, -1, batch.block_table.shape[1] * size + 1)
+        check_range("slot_mapping", slots, -1, store.num_blocks * size)
+        self.batch, self.plans, self.lines = batch, {}, None
         self.num_decodes = count_decodes(batch.cu_seqlens)
-        skipped = len(batch.slot_mapping) == 0 or int(batch.slot_mapping.min()) < 0
-        self.slots = None if skipped else batch.slot_mapping
+        if len(slots) and int(slots.min()) >= 0:
+            keys = slots + slots // size * size
+            self.lines = keys, keys + size
 
     def write(self, store: KVStore, layer: int, key: Tensor, value: Tensor) -> None:
         """`KVStore.write`, of which nothing has to be found out."""
         assert self.batch is not None
-        if self.slots is None:
+        if self.lines is None:
             store.write(layer, key, value, self.batch.slot_mapping)
             return
-        rows, size = store.tensors[layer].view(-1, *key.shape[1:]), store.block_size
-        index = self.slots + self.slots // size * size
-        rows.index_copy_(0, index, key.to(rows.dtype))
-        rows.index_copy_(0, index + size, value.to(rows.dtype))
+        rows = store.tensors[layer].view(-1, *key.shape[1:])
+        for line, data in zip(self.lines, (key, value), strict=True):
+            rows.index_copy_(0, line, data.to(rows.dtype))
 
     def __call__(
         self,
@@ -136,7 +142,7 @@ class CpuAttention:
     ) -> Tensor:
         """Store the new K/V and return attention, [num_tokens, num_q_heads, head_size]."""
         if batch is not self.batch:
-            self.begin(batch)
+            self.begin(batch, store)
         self.write(store, layer, key, value)
         n = self.num_decodes if softcap is None and sinks is None else 0
         output = torch.zeros_like(query)

@@ -80,11 +80,10 @@ class Engine:
         if asked.stop and self.tokenizer is None:
             raise ValueError(f"stop = {asked.stop!r}: a tokenizer is needed")
         ids = encode(prompt, self.tokenizer, self.vocab_size)
+        request = make_request(ids, max_new_tokens, asked, eos_ids(self.model))
         number = self.scheduler.ledger.submitted
-        name = asked.name_among(self.desk.jobs, number)
-        request = make_request(name, ids, max_new_tokens, asked, eos_ids(self.model))
-        self.scheduler.submit(request)
-        self.desk.jobs[name] = make_job(request, asked, self.settings.seed + number)
+        name = self.scheduler.submit(request)
+        self.desk.jobs[name] = make_job(name, request, asked, self.settings.seed + number)
         return name
 
     def step(self) -> list[Delta]:

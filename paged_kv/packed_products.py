@@ -11,10 +11,15 @@ from torch.nn import Linear
 
 PACK_FROM = 1 << 18  # weights of a layer from which on packing pays
 TYPICAL_ROWS = 32  # the batch that the layout is chosen for; others are right too
+PROBES = 16  # weights of a layer that are compared before each step
 
 
 class PackedProduct:
-    """What `layer` computes, from a packed copy of its weight, renewed when that changes."""
+    """What `layer` computes, from a packed copy of its weight.
+
+    State: `weight`, the parameter that was copied; `version`, its count of changes; `probe`, a
+    few of its values; `copy`.
+    """
 
     def __init__(self, layer: Linear) -> None:
         self.layer = layer
@@ -23,14 +28,27 @@ class PackedProduct:
     def pack(self) -> None:
         """Copy the weight into oneDNN's layout."""
         self.weight, self.version = self.layer.weight, self.layer.weight._version
+        self.probe = self.look().clone()
         data = self.weight.detach()
         self.copy = torch.ops.mkldnn._reorder_linear_weight(data, TYPICAL_ROWS)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """The product of x [..., in_features]."""
+    def look(self) -> Tensor:
+        """A few values from all over the weight: a view."""
+        flat = self.layer.weight.detach().view(-1)
+        return flat[:: max(1, len(flat) // PROBES)]
+
+    def renew(self) -> None:
+        """Copy again if the weight is another, or has changed, or shows other values.
+
+        Unseen: a change through `.data` of single values that are none of those looked at.
+        """
         weight = self.layer.weight
-        if weight is not self.weight or weight._version != self.version:
+        same = weight is self.weight and weight._version == self.version
+        if not (same and torch.equal(self.look(), self.probe)):
             self.pack()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The product of x [..., in_features], with the weight as it was copied."""
         product: Tensor = torch.ops.mkldnn._linear_pointwise(
             x, self.copy, self.layer.bias, "none", [], ""
         )
@@ -52,8 +70,9 @@ class PackedProducts:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Within this context the model runs packed products."""
+        """Within this context the model runs packed products, of weights as they are now."""
         for product in self.packed:
+            product.renew()
             product.layer.forward = product  # type: ignore[method-assign, assignment]
         try:
             yield

@@ -3,7 +3,6 @@
 
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from numbers import Real
 from typing import Any, Literal, TypeAlias
 
@@ -54,11 +53,6 @@ class RequestOptions:
     def stop_words(self) -> tuple[str, ...]:
         """The stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
-    def name_among(self, used: Collection[Hashable], number: int) -> Hashable:
-        """The request's id; the first free number from `number` on if it gives none."""
-        free = (n for n in count(number) if n not in used)
-        return next(free) if self.request_id is None else self.request_id
 
 
 def check_options(asked: RequestOptions) -> None:
@@ -122,15 +116,13 @@ def encode(prompt: Prompt, tokenizer: Any, vocab_size: int) -> Any:
     return ids
 
 
-def make_request(
-    name: Hashable, ids: Any, max_new_tokens: int, asked: RequestOptions, stops: list[int]
-) -> Request:
+def make_request(ids: Any, max_new_tokens: int, asked: RequestOptions, stops: list[int]) -> Request:
     """The request as the scheduler takes it; `stops`, the model's own stop tokens."""
     own = stops if asked.stop_tokens is None else asked.stop_tokens
     return Request(
         ids,
         max_new_tokens,
-        request_id=name,
+        request_id=asked.request_id,
         priority=asked.priority,
         deadline=asked.deadline,
         stop_tokens=tuple(own),
@@ -140,13 +132,13 @@ def make_request(
     )
 
 
-def make_job(request: Request, asked: RequestOptions, seed: int) -> Job:
+def make_job(name: Hashable, request: Request, asked: RequestOptions, seed: int) -> Job:
     """What the engine remembers of `request`; `seed`, if it gives none of its own."""
     sampling = asked.sampling or SamplingOptions()
     if sampling.seed is None:
         sampling = replace(sampling, seed=seed % 2**64)
     prompt = request.tokens.tolist()
-    job = Job(request.request_id, prompt, sampling, asked.stop_words, asked.n > 1)
+    job = Job(name, prompt, sampling, asked.stop_words, asked.n > 1)
     if asked.beam_width > 1:
         rules = asked.length_penalty, asked.early_stopping
         width, most = asked.beam_width, request.max_new_tokens

@@ -547,6 +547,8 @@ def test_bad_requests_and_calls_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=next(iter(bad))):
             Request(**{"prompt": [1], "max_new_tokens": 1, **bad})
+    once = Request((n for n in (1, 2)), 1, stop_tokens=(n for n in (7, 8)))  # type: ignore[arg-type]
+    assert (once.tokens.tolist(), once.stop_tokens) == ([1, 2], (7, 8))
     scheduler = make(4, token_budget=4)
     scheduler.submit(Request([1], 2, request_id="A"))
     for request, words in (

@@ -52,7 +52,8 @@ def both(
         attention(store, 0, q, k, v, batch, **given_)
         for attention, store in zip((CpuAttention(), write_and_attend), stores, strict=True)
     ]
-    assert all(torch.equal(*(s.tensors[0].nan_to_num() for s in stores)) for _ in "a")
+    written = [store.tensors[0].nan_to_num() for store in stores]
+    assert torch.equal(*written)
     return found[0], found[1]
 
 
@@ -92,6 +93,25 @@ def test_blocks_that_left_the_window_are_not_read() -> None:
         plan_decodes(batch, 2, 4, None)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"), [("rows", -1), ("rows", 99), ("seq_lens", 10_000), ("slot_mapping", 10_000)]
+)
+def test_a_batch_that_points_nowhere_is_refused(field: str, value: int) -> None:
+    stores, batch = case([5, 9], [1, 1], 4)
+    getattr(batch, field)[1] = value
+    before = stores[0].tensors[0].clone()
+    q, k = torch.randn(2, 6, 8), torch.randn(2, 2, 8)
+    with pytest.raises(ValueError, match=field):
+        CpuAttention()(stores[0], 0, q, k, k, batch, **OPTIONS)
+    assert torch.equal(stores[0].tensors[0].nan_to_num(), before.nan_to_num())
+
+
+def test_a_window_below_one_is_refused() -> None:
+    stores, batch = case([5, 9], [1, 1], 4)
+    with pytest.raises(ValueError, match="window = 0"):
+        both(stores, batch, window=0)
+
+
 def test_a_skipped_token_is_not_written() -> None:
     stores, batch = case([5, 9], [1, 1], 4)
     batch.slot_mapping[1] = -1
@@ -123,13 +143,23 @@ def small(hidden: int = 512) -> LlamaForCausalLM:
 def test_packed_products_are_the_products_and_notice_new_weights() -> None:
     layer, x = torch.nn.Linear(512, 640), torch.randn(2, 3, 512)
     packed = PackedProduct(layer)
-    for change in (lambda: None, lambda: layer.weight.mul_(2), lambda: layer.bias.add_(1)):
+    other = torch.nn.Linear(512, 640)
+    for change in (
+        lambda: None,
+        lambda: layer.weight.mul_(2),
+        lambda: layer.bias.add_(1),
+        lambda: layer.weight.data.mul_(2),
+        lambda: setattr(layer.weight, "data", torch.randn(640, 512)),
+        lambda: setattr(layer, "weight", torch.nn.Parameter(torch.randn(640, 512))),
+        lambda: layer.load_state_dict(other.state_dict()),
+    ):
         with torch.no_grad():
             change()
-            torch.testing.assert_close(packed(x), layer(x), atol=1e-5, rtol=1e-5)
-    layer.weight = torch.nn.Parameter(torch.randn(640, 512))
-    with torch.inference_mode():
-        torch.testing.assert_close(packed(x), layer(x), atol=1e-4, rtol=1e-5)
+            packed.renew()
+            torch.testing.assert_close(packed(x), layer(x), atol=1e-4, rtol=1e-5)
+    copy = packed.copy
+    packed.renew()
+    assert packed.copy is copy, "nothing changed, so nothing is copied"
 
 
 def test_what_is_packed_and_the_model_stays_its_own() -> None:
@@ -161,7 +191,7 @@ def test_packed_or_not_the_same_answers_also_after_new_weights() -> None:
         assert said[0] == said[1]
         with torch.no_grad():
             for weight in model.parameters():
-                weight.mul_(1.5)
+                weight.data.mul_(1.5)
         for engine in (one, two):
             assert engine.cache is not None
             engine.cache.reset()
