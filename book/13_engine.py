@@ -668,6 +668,9 @@ class PackedProduct:
         flat = self.layer.weight.detach().view(-1)
         return flat[:: max(1, len(flat) // PROBES)]
 
+
+# %% tags=["export:packed_products"]
+class PackedProduct(PackedProduct):  # type: ignore
     def renew(self) -> None:
         """Copy again if the weight is another, or has changed, or shows other values.
 
