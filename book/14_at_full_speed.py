@@ -1021,8 +1021,8 @@ print(f"measured: static 64: {100 * useful:.0f} % of its rows' steps gave a usef
 # that was not kept: take the factor as that of one machine.
 #
 # vLLM and ours stand close, and the rest of the floor is the same rest: products and attention one behind the other, norms and activations,
-# prefills whose chunks come in sizes. Where we are ahead at 1,024 requests, queues are long and steps are mixed: ours are recorded
-# whole, its are recorded in pieces around attention. That is an explanation by what the two do, not a measurement of the difference.
+# prefills whose chunks come in sizes. At 1,024 requests the prediction missed. There queues are long and most steps mixed: ours are recorded
+# whole, its in pieces around attention. That is an explanation by what the two do, not a measurement of the difference.
 #
 # The floor is that of *our* steps, prefill included: another engine may cut its steps otherwise, but the useful work is the same.
 # What this does not show: long prompts, where prefill rules; models that do not fit one device; and latency,
