@@ -75,7 +75,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from paged_kv.block_manager import BlockManager
-from paged_kv.block_tables import BlockTables, TokenCounts, checked_rows
+from paged_kv.block_tables import BlockTables, TokenCounts, as_rows, checked_rows
 from paged_kv.block_pool import BlockPool, OutOfBlocks
 
 
@@ -89,7 +89,7 @@ def fork_many(manager: BlockManager, parents: ArrayLike) -> list[int]:
     Keeps I2: each block of a parent has one holder more for each child.
     """
     pool, tables = manager.pool, manager.tables
-    parent = np.asarray(parents, np.int64).reshape(-1)
+    parent = as_rows(parents)
     times = Counter(parent.tolist())
     checked_rows(tables, list(times))
     left = int((tables.seq_lens < 0).sum())
@@ -521,7 +521,7 @@ def rewire(manager: BlockManager, rows: ArrayLike, parents: ArrayLike) -> None:
     Source: arXiv 2309.06180, section 4.4, beam search.
     """
     tables = manager.tables
-    row, parent = checked_rows(tables, rows), np.asarray(parents, np.int64).reshape(-1)
+    row, parent = checked_rows(tables, rows), as_rows(parents)
     checked_rows(tables, np.unique(parent))
     if len(row) != len(parent):
         raise ValueError(f"parents: {len(parent)} for {len(row)} rows")
@@ -604,9 +604,9 @@ def rewind(manager: BlockManager, rows: ArrayLike, count: TokenCounts = 1) -> No
     """
     pool, tables, size = manager.pool, manager.tables, manager.block_size
     rows = checked_rows(tables, rows)
-    drop = np.broadcast_to(np.asarray(count, np.int64), rows.shape)
+    drop = np.broadcast_to(np.asarray(count), rows.shape)
     keep = tables.seq_lens[rows] - drop
-    if (drop < 0).any() or (keep < 0).any():
+    if (drop.size and drop.dtype.kind not in "iu") or (drop < 0).any() or (keep < 0).any():
         raise ValueError(f"count = {count}: rows {rows.tolist()} hold {tables.seq_lens[rows]}")
     rows, keep = rows[drop > 0], keep[drop > 0]
     tails = tables.table[rows, (keep - 1).clip(0) // size]

@@ -62,6 +62,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import numpy as np
 import torch
@@ -71,6 +72,7 @@ from paged_kv.block_manager import BlockManager
 from paged_kv.copy_on_write import fork_many, make_writable
 from paged_kv.hf_adapter import PagedModel
 from paged_kv.packed_batch import pack
+from paged_kv.sizing import at_least
 
 
 # %% tags=["export:sampling"]
@@ -92,15 +94,13 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        allowed = {
-            "temperature": self.temperature >= 0,
-            "top_k": self.top_k >= 0,
-            "top_p": 0 < self.top_p <= 1,
-            "seed": self.seed >= 0,
-        }
-        for name, fine in allowed.items():
-            if not fine:
-                raise ValueError(f"{name} = {getattr(self, name)}: not in its range")
+        for name in ("top_k", "seed"):
+            at_least(0, name, getattr(self, name))
+        for name, allowed in (("temperature", "0 or more"), ("top_p", "above 0, up to 1")):
+            value = getattr(self, name)
+            number = isinstance(value, Real) and not isinstance(value, bool)
+            if not (number and (value >= 0 if name == "temperature" else 0 < value <= 1)):
+                raise ValueError(f"{name} = {value!r}: a number, {allowed}, is needed")
 
 # %% [markdown]
 # For a batch, each row with knobs of its own, sorting does it all at once: with the likeliest token

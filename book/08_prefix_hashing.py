@@ -228,9 +228,10 @@ assert all(row["us_block_lists"] >= keys[-2]["us_block_lists"] for row in keys[:
 
 # %% [markdown]
 # *Figure: time to name and find one block of 16 tokens by each kind of key, from lists and from arrays of
-# int32 (vLLM takes lists only). Interning of token bytes is the shortest bar in both.*
+# int32 (vLLM takes lists only). The tree of bytes, which this chapter builds, is the shortest bar in both.*
 #
-# Interning is exact *and* the quickest, on the machine named in the output: it does less. vLLM's row is its
+# Interning is exact *and* the quickest, on the machine named in the output: it does less. A tree, in which each node keeps
+# those behind it, does without the large dictionary. vLLM's row is its
 # naming alone, without a look-up. Tuples of Python integers would save the conversion of lists, but need
 # several times the memory, and `1`, `1.0` and `True` are one key to Python. We intern bytes.
 #
@@ -367,12 +368,16 @@ assert len({encode_parts([pair]) for pair in pairs}) == len(pairs)
 #
 # | field of a `Node` | meaning |
 # |---|---|
-# | `id` | its number, never used again |
 # | `parent`, `chunk` | what it names: the node (or root) before it, and its own bytes |
+# | `behind` | what follows: nothing, one node, or a dictionary of several by their bytes |
 # | `block`, `twins` | the block that holds its K/V, -1 for none, and further ones |
-# | `children` | how many nodes stand behind it |
 # | `trail` | a long walk that began here: tokens, and the nodes they led to |
+# | `id` | its number, given when somebody first asks, never used again |
 # | `digest` | its SHA-256, once somebody has asked for it |
+#
+# One dictionary for all pairs would do, but it grows with the pool, and each new name touches a far corner of it.
+# Let each node keep those behind it instead. Most have a single one, since an answer grows at one end, so no dictionary is
+# needed at all: comparing 64 bytes finds it. A number is needed only by those who cannot hold the node itself.
 #
 # A node lives while a block or a child needs it. If a parent loses its block, its children stay, named
 # as before: compute the parent again and they are found again. When the last need goes, the node goes, and its
@@ -383,27 +388,32 @@ assert len({encode_parts([pair]) for pair in pairs}) == len(pairs)
 class Node:
     """One name: `chunk`, token bytes and encoded parts, behind `parent`, a node or a root.
 
-    `block` holds its K/V, -1 where none does; `twins` are further such blocks; `children`
-    counts the nodes behind it; `trail` is a long walk that began here, with its tokens.
+    `block` holds its K/V, -1 where none does; `twins` are further such blocks; `behind` is None,
+    the one node that follows, or {chunk: node} of several; `id` is -1 until `KeyTree.number`;
+    `trail` is a long walk that began here, with its tokens.
     """
 
-    __slots__ = ("block", "children", "chunk", "digest", "id", "parent", "trail", "twins")
+    __slots__ = ("behind", "block", "chunk", "digest", "id", "parent", "trail", "twins")
 
-    def __init__(self, id: int, parent: Node | bytes, chunk: bytes) -> None:
-        self.id, self.parent, self.chunk = id, parent, chunk
-        self.block, self.children, self.digest = -1, 0, b""
+    def __init__(self, parent: Node | bytes, chunk: bytes) -> None:
+        self.parent, self.chunk, self.digest = parent, chunk, b""
+        self.id = self.block = -1
+        self.behind: Node | dict[bytes, Node] | None = None
         self.twins: tuple[int, ...] = ()
         self.trail: tuple[NDArray[np.int32], list[Node]] | None = None
 
-    @property
-    def parent_key(self) -> Key:
-        """The id of the parent, or the root."""
-        return key_of(self.parent)
+    def follower(self, chunk: bytes) -> Node | None:
+        """The node of `chunk` behind this one, if there is one."""
+        behind = self.behind
+        if isinstance(behind, dict):
+            return behind.get(chunk)
+        return behind if behind is not None and behind.chunk == chunk else None
 
-
-def key_of(above: Node | bytes) -> Key:
-    """The key of a node, or the root itself."""
-    return above.id if isinstance(above, Node) else above
+    def followers(self) -> list[Node]:
+        """All nodes right behind this one."""
+        if isinstance(self.behind, dict):
+            return list(self.behind.values())
+        return [] if self.behind is None else [self.behind]
 
 
 # %% tags=["export:prefix_keys"]
@@ -411,15 +421,23 @@ class KeyTree:
     """All names in use, each made once: interning in place of hashing.
 
     State
-        nodes   {(parent key, chunk): Node}.
-        by_id   {id: Node}.
-    Ids count up and are never used again.  A node lives while a block or a child needs it.
+        roots  {(root, chunk): Node}, the names of first blocks; the others stand behind them.
+        by_id  {id: Node}, of nodes with a number.
+    Ids count up and are never used again.  A node lives while a block or a follower needs it.
     """
 
     def __init__(self) -> None:
-        self.nodes: dict[tuple[Key, bytes], Node] = {}
+        self.roots: dict[tuple[bytes, bytes], Node] = {}
         self.by_id: dict[int, Node] = {}
         self._next_id = 0
+
+    def number(self, node: Node) -> int:
+        """The id of `node`; it gets one when somebody first asks."""
+        if node.id < 0:
+            node.id = self._next_id
+            self.by_id[node.id] = node
+            self._next_id += 1
+        return node.id
 
     def above(self, key: Key) -> Node | bytes:
         """What stands for `key`: a node or the root itself.  ValueError for a node that is gone."""
@@ -430,11 +448,17 @@ class KeyTree:
             raise ValueError(f"key = {key!r}: neither a root nor a node, or a node no longer")
         return node
 
-    def known(self, key: Key | None, chunks: Iterable[bytes]) -> Iterator[Node | None]:
+    def find(self, above: Node | bytes, chunk: bytes) -> Node | None:
+        """The node of `chunk` behind `above`, a node or a root, if there is one."""
+        if isinstance(above, Node):
+            return above.follower(chunk)
+        return self.roots.get((above, chunk))
+
+    def known(self, above: Node | bytes, chunks: Iterable[bytes]) -> Iterator[Node | None]:
         """The nodes of `chunks` one behind the other, None from the first that is missing on."""
+        last: Node | bytes | None = above
         for chunk in chunks:
-            node = None if key is None else self.nodes.get((key, chunk))
-            key = None if node is None else node.id
+            last = node = None if last is None else self.find(last, chunk)
             yield node
 
 
@@ -445,38 +469,57 @@ class KeyTree(KeyTree):  # type: ignore
 
         Where parents run out, the node before is the parent: a chain has one, above its first.
         """
-        nodes, by_id = self.nodes, self.by_id
         above: Node | bytes = b""
         for parent, chunk in zip(chain(parents, repeat(None)), chunks):
             above = above if parent is None else parent
-            place = (above.id if isinstance(above, Node) else above), chunk
-            if (node := nodes.get(place)) is None:
-                serial = self._next_id
-                nodes[place] = by_id[serial] = node = Node(serial, above, chunk)
-                self._next_id = serial + 1
-                if isinstance(above, Node):
-                    above.children += 1
+            if isinstance(above, Node) and above.behind is None:
+                above.behind = node = Node(above, chunk)  # most often: a text grows at its end
+            else:
+                node = self.find(above, chunk) or self._attach(above, chunk)
             above = node
             yield node
 
+    def _attach(self, above: Node | bytes, chunk: bytes) -> Node:
+        node = Node(above, chunk)
+        if not isinstance(above, Node):
+            self.roots[above, chunk] = node
+        elif isinstance(above.behind, dict):
+            above.behind[chunk] = node
+        else:
+            assert above.behind is not None
+            above.behind = {above.behind.chunk: above.behind, chunk: node}
+        return node
+
     def prune(self, node: Node) -> None:
         """Drop `node` if nothing needs it, and then its ancestors likewise."""
-        while node.block < 0 and not node.children:
+        while node.block < 0 and not node.behind:
             parent, node.trail = node.parent, None  # a trail leads back to its node
-            del self.nodes[node.parent_key, node.chunk], self.by_id[node.id]
+            self.by_id.pop(node.id, None)
             if not isinstance(parent, Node):
+                del self.roots[parent, node.chunk]
                 break
-            parent.children -= 1
+            if isinstance(parent.behind, dict):
+                del parent.behind[node.chunk]
+            else:
+                parent.behind = None
             node = parent
+
+    def nodes(self) -> Iterator[Node]:
+        """All of them, a parent before its followers."""
+        left = list(self.roots.values())
+        while left:
+            node = left.pop()
+            yield node
+            left += node.followers()
 
 
 # %% tags=["export:prefix_keys"]
 class KeyTree(KeyTree):  # type: ignore
     def ride(
-        self, root: Key, tokens: NDArray[np.int32], block_size: int
+        self, above: Node | bytes, tokens: NDArray[np.int32], block_size: int
     ) -> list[Node]:
         """The findable nodes that `tokens` share with the trail of their first block."""
-        first = self.nodes.get((root, tokens[:block_size].tobytes()))
+        first = self.find(above, tokens[:block_size].tobytes())
         if first is None or first.trail is None:
             return []
         before, nodes = first.trail
@@ -487,9 +530,8 @@ class KeyTree(KeyTree):  # type: ignore
         blocks = [node.block for node in shared]
         return shared[: blocks.index(-1)] if -1 in blocks else shared
 
-    def digest(self, key: Key, block_size: int) -> bytes:
-        """SHA-256 of `key`, the same in every process; kept with the node once made."""
-        above = self.above(key)
+    def digest(self, above: Node | bytes, block_size: int) -> bytes:
+        """SHA-256 of a node or root, the same in every process; kept with the node once made."""
         path: list[Node] = []
         while isinstance(above, Node) and not above.digest:
             path.append(above)
@@ -611,9 +653,13 @@ class BlockNames:
         self.events = EventLog() if events else None
         self.given = self.lost = self.twins = 0
 
-    def digest(self, key: Key) -> bytes:
-        """SHA-256 of `key`, the same in every process."""
-        return self.tree.digest(key, self.block_size)
+    def of(self, block: int) -> Node | None:
+        """The node of `block`; None where it has no name, or where -1 stands for a block."""
+        return self.named[block] if block >= 0 else None
+
+    def digest(self, above: Node | bytes) -> bytes:
+        """SHA-256 of a node or root, the same in every process."""
+        return self.tree.digest(above, self.block_size)
 
     def _hold(self, node: Node, block: int) -> None:
         if node.block >= 0:
@@ -622,7 +668,7 @@ class BlockNames:
             return
         node.block = block
         if self.events is not None:
-            key, parent = self.digest(node.id).hex(), self.digest(node.parent_key).hex()
+            key, parent = self.digest(node).hex(), self.digest(node.parent).hex()
             self.events.note(Stored(key, parent))
 
 
@@ -680,27 +726,26 @@ class BlockNames(BlockNames):  # type: ignore
             else:
                 node.block = -1
                 if self.events is not None:
-                    self.events.note(Removed(self.digest(node.id).hex()))
+                    self.events.note(Removed(self.digest(node).hex()))
                 self.tree.prune(node)
 
     def check(self) -> None:
         """Assert I4, and that blocks and nodes agree, each way.  O(num_blocks), for tests."""
-        tree, holders = self.tree, Counter[int]()
+        nodes, holders = set(self.tree.nodes()), Counter[Node]()
         for block, node in enumerate(self.named):
             if node is not None:
-                assert tree.by_id.get(node.id) is node, f"block {block}: its name is gone"
+                assert node in nodes, f"block {block}: its name is gone"
                 assert self.epochs[block] == self.pool.epoch[block], f"I4: block {block} retaken"
                 assert block in (node.block, *node.twins), f"block {block}: its name lost it"
-                holders[node.id] += 1
+                holders[node] += 1
         assert holders.total() == self.given - self.lost
         assert self.twins == holders.total() - len(holders)
-        children = Counter(node.parent_key for node in tree.by_id.values())
-        for key, node in tree.nodes.items():
-            assert tree.by_id[node.id] is node and key == (node.parent_key, node.chunk)
-            assert node.children == children[node.id]
-            assert node.children or node.block >= 0, f"node {node.id}: nothing needs it"
-            assert holders[node.id] == (node.block >= 0) + len(node.twins)
-        assert len(tree.nodes) == len(tree.by_id)
+        for node in nodes:
+            assert self.tree.find(node.parent, node.chunk) is node, "a node is not where it belongs"
+            assert node.behind or node.block >= 0, f"{node.chunk!r}: nothing needs it"
+            assert holders[node] == (node.block >= 0) + len(node.twins)
+        for number, node in self.tree.by_id.items():
+            assert node in nodes and node.id == number, f"key {number}: its node is gone"
 
 # %% [markdown]
 # Look at `take_away` with two blocks of one name, called *twins*. They arise when two requests with one
@@ -789,12 +834,12 @@ class PrefixCache:
 
     def key_of(self, block: int) -> int | None:
         """The key of `block`, None where it is not findable."""
-        node = self.names.named[block] if block >= 0 else None
-        return None if node is None else node.id
+        node = self.names.of(block)
+        return None if node is None else self.names.tree.number(node)
 
     def digest(self, key: Key) -> bytes:
         """SHA-256 of `key`, equal in every process: for keys that leave this one."""
-        return self.names.digest(key)
+        return self.names.digest(self.names.tree.above(key))
 
     def check(self) -> None:
         """Assert I4, and that names and blocks agree.  O(num_blocks), for tests."""
@@ -845,15 +890,18 @@ def _walk(
     """At most `most` findable nodes of the chain of `data` behind `root`, first to last."""
     tree, size = names.tree, names.block_size
     data = data[: most * size]
-    nodes = tree.ride(root, data, size) if not parts else []
-    ridden, get = len(nodes), tree.nodes.get
-    key = nodes[-1].id if nodes else root
+    above = root if isinstance(root, bytes) else tree.by_id.get(root)
+    if above is None:
+        return []
+    nodes = tree.ride(above, data, size) if not parts else []
+    ridden = len(nodes)
+    above = nodes[-1] if nodes else above
     for chunk in split_chunks(data, size, parts, ridden):
-        node = get((key, chunk))
+        node = tree.find(above, chunk)
         if node is None or node.block < 0:
             break
         nodes.append(node)
-        key = node.id
+        above = node
     if len(nodes) > 2 * ridden and not parts:
         nodes[0].trail = (data[: len(nodes) * size].copy(), nodes)
     return nodes
@@ -877,12 +925,17 @@ class PrefixCache(PrefixCache):  # type: ignore
         Raises, with nothing changed: ValueError for a parent that is gone, tokens that do not
         fill the blocks, a block that nobody holds or that has another name.
         """
+        above = self.publish_behind(self.names.tree.above(parent), tokens, ids, parts)
+        return self.names.tree.number(above) if isinstance(above, Node) else above
+
+    def publish_behind(
+        self, above: Node | bytes, tokens: Tokens, ids: BlockIds, parts: Parts = NO_PARTS
+    ) -> Node | bytes:
+        """`publish` for those who hold nodes: behind `above`, a node or a root; the last node."""
         names, places = self.names, places_of(ids, self.pool.num_blocks)
         chunks = filled_chunks(tokens, self.block_size, len(places), parts)
-        above = names.tree.above(parent)
-        names.refuse(places, names.tree.known(parent, chunks))
-        nodes = names.add([above], chunks, places)
-        return nodes[-1].id if nodes else parent
+        names.refuse(places, names.tree.known(above, chunks))
+        return [above, *names.add([above], chunks, places)][-1]
 
     def publish_each(
         self, parents: Sequence[Key], tokens: NDArray[np.int32], ids: BlockIds
@@ -893,16 +946,8 @@ class PrefixCache(PrefixCache):  # type: ignore
             raise ValueError(f"parents: {len(parents)} for {len(places)} blocks")
         chunks = filled_chunks(tokens.reshape(-1), self.block_size, len(places), NO_PARTS)
         above = list(map(names.tree.above, parents))
-        names.refuse(places, map(names.tree.nodes.get, zip(parents, chunks, strict=True)))
-        return [node.id for node in names.add(above, chunks, places)]
-
-    def publish_chunks(
-        self, parents: Sequence[Key], chunks: Sequence[bytes], places: NDArray[np.integer[Any]]
-    ) -> list[Key]:
-        """`publish_each` without its checks: for a caller whose own rows hold `places`."""
-        by_id = self.names.tree.by_id
-        above = [by_id[key] if isinstance(key, int) else key for key in parents]
-        return [node.id for node in self.names.add(above, chunks, places)]
+        names.refuse(places, map(names.tree.find, above, chunks))
+        return [names.tree.number(node) for node in names.add(above, chunks, places)]
 
 # %% [markdown]
 # Now a run by hand with $B = 4$ and 8 blocks. Chat A brings ten tokens; B begins with the same eight.
@@ -995,15 +1040,14 @@ def publish_full(
     if full <= at_least(0, "published", published):
         return published
     ids: list[int] = tables.table[row, max(0, published - 1) : full].tolist()
-    parent: Key | None = root if published == 0 else cache.key_of(ids.pop(0))
-    if parent is None or -1 in ids:
-        return published
     names, data = cache.names, tokens[published * size : full * size]
+    above = root if published == 0 else names.of(ids.pop(0))
+    if above is None or -1 in ids:
+        return published
     if any(map(names.named.__getitem__, ids)):
-        cache.publish(parent, data, ids)
+        cache.publish_behind(above, data, ids)
     else:
-        chunks = filled_chunks(data, size, len(ids), NO_PARTS)
-        names.add([names.tree.above(parent)], chunks, np.array(ids))
+        names.add([above], filled_chunks(data, size, len(ids), NO_PARTS), np.array(ids))
     return full
 
 
@@ -1021,11 +1065,11 @@ def publish_filled(
     Args: `rows` [n], all different; `tokens` [max_seqs, max_seq_len], known up to the end of
     that block; `published` [max_seqs], raised in place; `roots` [n].
     """
-    tables, size, names = manager.tables, manager.block_size, cache.names.named
-    parents, ids, done, texts = list[Key](), list[int](), list[int](), []
+    tables, size, names = manager.tables, manager.block_size, cache.names
+    parents, ids, done, texts = list[Node | bytes](), list[int](), list[int](), []
     for root, row, index in zip(roots, rows.tolist(), published[rows].tolist(), strict=True):
         block, end = tables.table.item(row, index), (index + 1) * size
-        above = cache.key_of(tables.table.item(row, index - 1)) if index else root
+        above = names.of(tables.table.item(row, index - 1)) if index else root
         if above is not None and block >= 0 and tables.seq_lens.item(row) >= end:
             parents.append(above)
             ids.append(block)
@@ -1033,12 +1077,10 @@ def publish_filled(
             texts.append(tokens[row, end - size : end])
     if not ids:
         return
-    data = np.concatenate(texts)
-    if any(map(names.__getitem__, ids)):
-        cache.publish_each(parents, data, ids)
-    else:
-        chunks = filled_chunks(data, size, len(ids), NO_PARTS)
-        cache.publish_chunks(parents, chunks, np.array(ids))
+    chunks, places = filled_chunks(np.concatenate(texts), size, len(ids), NO_PARTS), np.array(ids)
+    if any(map(names.named.__getitem__, ids)):
+        names.refuse(places, map(names.tree.find, parents, chunks))
+    names.add(parents, chunks, places)
     published[done] += 1
 
 
@@ -1371,7 +1413,7 @@ print(f"{token // 2**10} KiB a token: {1000 * 2000 * token / 2**30:.2f} GiB; one
 #
 # | class | state | invariant | what breaks next |
 # |---|---|---|---|
-# | `KeyTree` | `nodes`, `by_id` | one name, one node; a node lives while needed | names for blocks on other machines |
+# | `KeyTree` | `roots`, `by_id` | one name, one node; a node lives while needed | names for blocks on other machines |
 # | `BlockNames` | `named`, `epochs`, events | I4: a findable block holds the K/V of its name | whoever takes blocks and does not say so |
 # | `PrefixCache` | `generation`, counts | `published` - `evicted` = `findable` | a row from before a reset must not publish (chapter 9 keeps its generation) |
 #

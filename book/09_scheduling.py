@@ -549,7 +549,7 @@ from paged_kv.block_manager import BlockManager
 from paged_kv.block_tables import BlockTables, extend_by_one
 from paged_kv.copy_on_write import fork, guarded_tails, make_writable, rewind, rewire
 from paged_kv.prefix_cache import PrefixCache, admit_cached, give_back
-from paged_kv.prefix_keys import Node, key_of
+from paged_kv.prefix_keys import Node
 
 NEVER = 2**40  # so many blocks count as published that no more will be
 
@@ -809,8 +809,7 @@ def publish_row(home: Residents, cache: PrefixCache, row: int, end: int) -> None
     state, size, before = home.rows, home.manager.block_size, home.rows.published.item(row)
     ids = home.manager.tables.table[row, before:end]
     tokens = state.tokens[row, before * size : end * size]
-    key = cache.publish(key_of(home.above[row]), tokens, ids)
-    home.above[row] = cache.names.tree.above(key)
+    home.above[row] = cache.publish_behind(home.above[row], tokens, ids)
     state.published[row] = end
 
 

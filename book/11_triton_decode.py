@@ -266,13 +266,15 @@ def write_kv(k: Tensor, v: Tensor, slot_mapping: Tensor, keys: Tensor, values: T
 
     Args: k, v [num_tokens, num_kv_heads, head_size], the last dimension contiguous;
     slot_mapping int64 [num_tokens], -1 where a token is to be skipped, the others all
-    different; keys, values [num_blocks, block_size, num_kv_heads, head_size], any strides.
+    different; keys, values [num_blocks, block_size, num_kv_heads, head_size], other strides free.
     Changes the named slots and nothing else.  On a GPU it neither waits nor allocates.
-    Raises: ValueError where the shapes do not fit.
+    Raises: ValueError where the shapes or strides do not fit.
     """
     if k.shape != v.shape or k.shape[1:] != keys.shape[2:] or len(slot_mapping) != len(k):
         shapes = [tuple(t.shape) for t in (k, v, slot_mapping, keys)]
         raise ValueError(f"k, v, slot_mapping, keys: shapes {shapes} do not fit each other")
+    if any(t.stride(-1) != 1 for t in (k, v, keys, values)):
+        raise ValueError("k, v, keys, values: the numbers of a head are not contiguous")
     block_size, (heads, size) = keys.shape[1], k.shape[1:]
     if not runs_kernels(keys.device):
         real = slot_mapping >= 0
@@ -338,10 +340,14 @@ def copy_kv_blocks(
     [n, 2] on their device, -1 to skip; ordered: the result is that of one copy after another;
     otherwise no block may be in two pairs, unless as source only; addresses, of
     `tensor_addresses`: given, nothing is allocated.  Changes the destinations only.
-    Raises: ValueError where the tensors are not alike.
+    Raises: ValueError where the tensors are not alike, or a block is no multiple of 8 bytes.
     """
     if any(t.shape != tensors[0].shape or not t.is_contiguous() for t in tensors):
         raise ValueError("tensors: contiguous ones of one shape are needed")
+    if tensors[0][:1].nbytes % 8 or any(t.data_ptr() % 16 for t in tensors):
+        raise ValueError("tensors: aligned ones, with blocks of whole 8-byte words, are needed")
+    if pairs.ndim != 2 or pairs.shape[1] != 2:
+        raise ValueError(f"pairs: {tuple(pairs.shape)}, not (source, destination) in each row")
     if not runs_kernels(tensors[0].device):
         for source, target in pairs[(pairs >= 0).all(1)].tolist():
             for tensor in tensors:
@@ -846,6 +852,8 @@ class DecodePlan(DecodePlan):  # type: ignore
         if seq_lens.shape != (self.batch,) or seq_lens.dtype != torch.int32:
             said = f"{tuple(seq_lens.shape)}, {seq_lens.dtype}"
             raise ValueError(f"seq_lens: {said}; int32 [{self.batch}] is needed")
+        if not all(t.is_contiguous() for t in (seq_lens, rows) if t is not None):
+            raise ValueError("seq_lens, rows: contiguous ones are needed")
         if runs_kernels(self.device):
             size = next_pow2(self.batch)
             chunk = max(1, min(16, 8192 // size))
@@ -1385,9 +1393,27 @@ def launch_reduce(plan: DecodePlan, sinks: Tensor | None, output: Tensor, lse: T
         num_warps=4 if n * chunk * d >= 2048 else 2)
 
 
+def check_buffers(
+    query: Tensor, block_table: Tensor, sinks: Tensor | None, output: Tensor | None,
+    lse: Tensor | None,
+) -> None:
+    """ValueError where a kernel would read or write beside one of these tensors."""
+    tokens, heads, _ = query.shape
+    if block_table.dtype != torch.int32 or block_table.ndim != 2 or block_table.stride(1) != 1:
+        raise ValueError("block_table: int32 [num_rows, max_blocks], rows contiguous, is needed")
+    if sinks is not None and (sinks.shape != (heads,) or not sinks.is_contiguous()):
+        raise ValueError(f"sinks: {tuple(sinks.shape)}, not one a query head ({heads})")
+    if output is not None and (output.shape != query.shape or output.stride(2) != 1):
+        raise ValueError(f"output: {tuple(output.shape)}, not laid out like query")
+    if lse is not None and (
+        lse.shape != (tokens, heads) or lse.dtype != torch.float32 or not lse.is_contiguous()
+    ):
+        raise ValueError(f"lse: contiguous float32 {[tokens, heads]} is needed")
+
+
 def check_decode(
-    query: Tensor, keys: Tensor, values: Tensor, seq_lens: Tensor, window: int | None,
-    plan: DecodePlan | None,
+    query: Tensor, keys: Tensor, values: Tensor, seq_lens: Tensor, rows: Tensor | None,
+    window: int | None, plan: DecodePlan | None,
 ) -> None:
     """ValueError where the arguments of one call do not fit each other or the plan."""
     (batch, heads, size), kv_heads = query.shape, keys.shape[2]
@@ -1398,8 +1424,14 @@ def check_decode(
         raise ValueError(f"query: head size {size}; a multiple of 8 up to 256 is needed")
     if query.dtype != keys.dtype or keys.dtype != values.dtype:
         raise ValueError(f"query: {query.dtype}, but the cache holds {keys.dtype}")
+    if not query.stride(2) == keys.stride(3) == values.stride(3) == 1:
+        raise ValueError("query, keys, values: the numbers of a head are not contiguous")
     if seq_lens.shape != (batch,) or seq_lens.dtype != torch.int32:
         raise ValueError(f"seq_lens: int32 [{batch}] is needed, not {seq_lens.dtype}")
+    if rows is not None and rows.shape != (batch,):
+        raise ValueError(f"rows: {tuple(rows.shape)}, not one a sequence ({batch})")
+    if not all(t.is_contiguous() for t in (seq_lens, rows) if t is not None):
+        raise ValueError("seq_lens, rows: contiguous ones are needed")
     if window is not None and window < 1:
         raise ValueError(f"window = {window}: a token sees itself, so 1 or more is needed")
     if plan is not None:
@@ -1429,7 +1461,8 @@ def decode_attention(
     On a GPU it never waits; given plan, output and lse it allocates nothing.  Lengths, rows
     and ids are not looked at there: a wrong id reads a wrong block.
     """
-    check_decode(query, keys, values, seq_lens, window, plan)
+    check_decode(query, keys, values, seq_lens, rows, window, plan)
+    check_buffers(query, block_table, sinks, output, lse)
     batch, heads, size = query.shape
     if not runs_kernels(query.device):
         cu = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
@@ -1437,12 +1470,14 @@ def decode_attention(
                                      scale=scale, window=window, softcap=softcap, sinks=sinks)
         return (made if output is None else output.copy_(made),
                 sums if lse is None else lse.copy_(sums))
+    output = torch.empty_like(query) if output is None else output
+    lse = torch.empty(batch, heads, device=query.device) if lse is None else lse
+    if not batch:
+        return output, lse
     if plan is None:
         plan = DecodePlan(batch, heads, keys.shape[2], size, query.device, dtype=query.dtype,
                           window=window)
         plan.update(seq_lens, rows)
-    output = torch.empty_like(query) if output is None else output
-    lse = torch.empty(batch, heads, device=query.device) if lse is None else lse
     launch_decode(plan, query, keys, values, block_table, seq_lens, rows,
                   size**-0.5 if scale is None else scale, softcap, sinks, output, lse)
     return output, lse

@@ -364,12 +364,14 @@ class FastMoves:
     """Runs the moves of plans between two stores of one shape.
 
     Host memory is pinned, so that the device reads and writes it itself.
-    State: `stores` and the addresses of their tensors, device first.  On a CPU: `run_moves`.
+    State: `stores` and the addresses of their tensors, device first.  On a CPU, or where a block
+    is no multiple of 8 bytes: `run_moves`.
     """
 
     def __init__(self, device: KVStore, host: KVStore) -> None:
         self.stores = device, host
-        self.on_gpu = device.tensors[0].device.type == "cuda"
+        words = device.tensors[0][:1].nbytes % 8 == 0
+        self.on_gpu = words and device.tensors[0].device.type == "cuda"
         if self.on_gpu:
             host.tensors[:] = [tensor.pin_memory() for tensor in host.tensors]
             where = device.tensors[0].device

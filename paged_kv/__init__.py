@@ -438,6 +438,7 @@ if TYPE_CHECKING:
     from paged_kv.host_pool import HostPool, blocks_to_return, distinct_blocks, run_moves, unpack
     from paged_kv.in_flight import Flight, checked_samples, follow_parents, void, void_from
     from paged_kv.kernels import (
+        check_buffers,
         check_decode,
         decode_attention,
         decode_constants,
@@ -544,7 +545,6 @@ if TYPE_CHECKING:
         chunk_type,
         encode_parts,
         filled_chunks,
-        key_of,
         prompt_digests,
         refuse_bools,
         root_digest,
@@ -893,6 +893,7 @@ __all__ = [
     "check_alarm",
     "check_attention",
     "check_attention_run",
+    "check_buffers",
     "check_config",
     "check_decode",
     "check_given",
@@ -1030,7 +1031,6 @@ __all__ = [
     "keep_pace",
     "keep_row",
     "key_blocks",
-    "key_of",
     "key_range",
     "key_rows",
     "key_word",
@@ -1482,6 +1482,7 @@ _HOME = {
     "check_alarm": "check_suites",
     "check_attention": "attention",
     "check_attention_run": "check_bytes",
+    "check_buffers": "kernels",
     "check_config": "guest_check",
     "check_decode": "kernels",
     "check_given": "engine_setup",
@@ -1619,7 +1620,6 @@ _HOME = {
     "keep_pace": "scheduler",
     "keep_row": "shape_kernels",
     "key_blocks": "prefill_tiles",
-    "key_of": "prefix_keys",
     "key_range": "prefill_tiles",
     "key_rows": "prefill_tiles",
     "key_word": "draw_kernel",

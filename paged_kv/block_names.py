@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paged_kv.block_pool import BlockPool
-from paged_kv.prefix_keys import Key, KeyTree, Node
+from paged_kv.prefix_keys import KeyTree, Node
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,13 @@ class BlockNames:
         self.events = EventLog() if events else None
         self.given = self.lost = self.twins = 0
 
-    def digest(self, key: Key) -> bytes:
-        """SHA-256 of `key`, the same in every process."""
-        return self.tree.digest(key, self.block_size)
+    def of(self, block: int) -> Node | None:
+        """The node of `block`; None where it has no name, or where -1 stands for a block."""
+        return self.named[block] if block >= 0 else None
+
+    def digest(self, above: Node | bytes) -> bytes:
+        """SHA-256 of a node or root, the same in every process."""
+        return self.tree.digest(above, self.block_size)
 
     def _hold(self, node: Node, block: int) -> None:
         if node.block >= 0:
@@ -85,7 +89,7 @@ class BlockNames:
             return
         node.block = block
         if self.events is not None:
-            key, parent = self.digest(node.id).hex(), self.digest(node.parent_key).hex()
+            key, parent = self.digest(node).hex(), self.digest(node.parent).hex()
             self.events.note(Stored(key, parent))
 
     def refuse(self, places: NDArray[np.int64], nodes: Iterable[Node | None]) -> None:
@@ -137,24 +141,23 @@ class BlockNames:
             else:
                 node.block = -1
                 if self.events is not None:
-                    self.events.note(Removed(self.digest(node.id).hex()))
+                    self.events.note(Removed(self.digest(node).hex()))
                 self.tree.prune(node)
 
     def check(self) -> None:
         """Assert I4, and that blocks and nodes agree, each way.  O(num_blocks), for tests."""
-        tree, holders = self.tree, Counter[int]()
+        nodes, holders = set(self.tree.nodes()), Counter[Node]()
         for block, node in enumerate(self.named):
             if node is not None:
-                assert tree.by_id.get(node.id) is node, f"block {block}: its name is gone"
+                assert node in nodes, f"block {block}: its name is gone"
                 assert self.epochs[block] == self.pool.epoch[block], f"I4: block {block} retaken"
                 assert block in (node.block, *node.twins), f"block {block}: its name lost it"
-                holders[node.id] += 1
+                holders[node] += 1
         assert holders.total() == self.given - self.lost
         assert self.twins == holders.total() - len(holders)
-        children = Counter(node.parent_key for node in tree.by_id.values())
-        for key, node in tree.nodes.items():
-            assert tree.by_id[node.id] is node and key == (node.parent_key, node.chunk)
-            assert node.children == children[node.id]
-            assert node.children or node.block >= 0, f"node {node.id}: nothing needs it"
-            assert holders[node.id] == (node.block >= 0) + len(node.twins)
-        assert len(tree.nodes) == len(tree.by_id)
+        for node in nodes:
+            assert self.tree.find(node.parent, node.chunk) is node, "a node is not where it belongs"
+            assert node.behind or node.block >= 0, f"{node.chunk!r}: nothing needs it"
+            assert holders[node] == (node.block >= 0) + len(node.twins)
+        for number, node in self.tree.by_id.items():
+            assert node in nodes and node.id == number, f"key {number}: its node is gone"

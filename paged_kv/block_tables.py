@@ -62,8 +62,8 @@ class BlockTables:
         """Put `ids` behind the last block of `row`."""
         self._check_open(row)
         end = (start := int(self.num_blocks[row])) + len(ids)
-        if len({*ids, -1}) <= len(ids):
-            raise ValueError(f"ids: {list(ids)} names a block twice, or a -1")
+        if len({*ids, -1}) <= len(ids) or (len(ids) and np.asarray(ids).dtype.kind not in "iu"):
+            raise ValueError(f"ids: {list(ids)} are no blocks, or one is named twice")
         if end > self.table.shape[1]:
             raise ValueError(f"ids: {end} blocks, but a row has {self.table.shape[1]} entries")
         self.table[row, start:end] = ids
@@ -81,8 +81,9 @@ class BlockTables:
         return ids
 
     def _check_open(self, row: int) -> None:
-        if not (0 <= row < len(self.table) and self.seq_lens[row] >= 0):
-            raise ValueError(f"row = {row}: not an open row")
+        whole = isinstance(row, (int, np.integer)) and not isinstance(row, bool)
+        if not (whole and 0 <= row < len(self.table) and self.seq_lens[row] >= 0):
+            raise ValueError(f"row = {row!r}: not an open row")
 
     def replace(self, row: int, index: int, block: int) -> int:
         """Put `block` at logical block `index` of `row`; return the id that stood there."""

@@ -156,6 +156,8 @@ class DecodePlan:
         if seq_lens.shape != (self.batch,) or seq_lens.dtype != torch.int32:
             said = f"{tuple(seq_lens.shape)}, {seq_lens.dtype}"
             raise ValueError(f"seq_lens: {said}; int32 [{self.batch}] is needed")
+        if not all(t.is_contiguous() for t in (seq_lens, rows) if t is not None):
+            raise ValueError("seq_lens, rows: contiguous ones are needed")
         if runs_kernels(self.device):
             size = next_pow2(self.batch)
             chunk = max(1, min(16, 8192 // size))

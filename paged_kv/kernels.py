@@ -132,11 +132,33 @@ def launch_reduce(plan: DecodePlan, sinks: Tensor | None, output: Tensor, lse: T
     )
 
 
+def check_buffers(
+    query: Tensor,
+    block_table: Tensor,
+    sinks: Tensor | None,
+    output: Tensor | None,
+    lse: Tensor | None,
+) -> None:
+    """ValueError where a kernel would read or write beside one of these tensors."""
+    tokens, heads, _ = query.shape
+    if block_table.dtype != torch.int32 or block_table.ndim != 2 or block_table.stride(1) != 1:
+        raise ValueError("block_table: int32 [num_rows, max_blocks], rows contiguous, is needed")
+    if sinks is not None and (sinks.shape != (heads,) or not sinks.is_contiguous()):
+        raise ValueError(f"sinks: {tuple(sinks.shape)}, not one a query head ({heads})")
+    if output is not None and (output.shape != query.shape or output.stride(2) != 1):
+        raise ValueError(f"output: {tuple(output.shape)}, not laid out like query")
+    if lse is not None and (
+        lse.shape != (tokens, heads) or lse.dtype != torch.float32 or not lse.is_contiguous()
+    ):
+        raise ValueError(f"lse: contiguous float32 {[tokens, heads]} is needed")
+
+
 def check_decode(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
     seq_lens: Tensor,
+    rows: Tensor | None,
     window: int | None,
     plan: DecodePlan | None,
 ) -> None:
@@ -149,8 +171,14 @@ def check_decode(
         raise ValueError(f"query: head size {size}; a multiple of 8 up to 256 is needed")
     if query.dtype != keys.dtype or keys.dtype != values.dtype:
         raise ValueError(f"query: {query.dtype}, but the cache holds {keys.dtype}")
+    if not query.stride(2) == keys.stride(3) == values.stride(3) == 1:
+        raise ValueError("query, keys, values: the numbers of a head are not contiguous")
     if seq_lens.shape != (batch,) or seq_lens.dtype != torch.int32:
         raise ValueError(f"seq_lens: int32 [{batch}] is needed, not {seq_lens.dtype}")
+    if rows is not None and rows.shape != (batch,):
+        raise ValueError(f"rows: {tuple(rows.shape)}, not one a sequence ({batch})")
+    if not all(t.is_contiguous() for t in (seq_lens, rows) if t is not None):
+        raise ValueError("seq_lens, rows: contiguous ones are needed")
     if window is not None and window < 1:
         raise ValueError(f"window = {window}: a token sees itself, so 1 or more is needed")
     if plan is not None:
@@ -190,7 +218,8 @@ def decode_attention(
     On a GPU it never waits; given plan, output and lse it allocates nothing.  Lengths, rows
     and ids are not looked at there: a wrong id reads a wrong block.
     """
-    check_decode(query, keys, values, seq_lens, window, plan)
+    check_decode(query, keys, values, seq_lens, rows, window, plan)
+    check_buffers(query, block_table, sinks, output, lse)
     batch, heads, size = query.shape
     if not runs_kernels(query.device):
         cu = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
@@ -211,13 +240,15 @@ def decode_attention(
             made if output is None else output.copy_(made),
             sums if lse is None else lse.copy_(sums),
         )
+    output = torch.empty_like(query) if output is None else output
+    lse = torch.empty(batch, heads, device=query.device) if lse is None else lse
+    if not batch:
+        return output, lse
     if plan is None:
         plan = DecodePlan(
             batch, heads, keys.shape[2], size, query.device, dtype=query.dtype, window=window
         )
         plan.update(seq_lens, rows)
-    output = torch.empty_like(query) if output is None else output
-    lse = torch.empty(batch, heads, device=query.device) if lse is None else lse
     launch_decode(
         plan,
         query,

@@ -57,13 +57,15 @@ def write_kv(k: Tensor, v: Tensor, slot_mapping: Tensor, keys: Tensor, values: T
 
     Args: k, v [num_tokens, num_kv_heads, head_size], the last dimension contiguous;
     slot_mapping int64 [num_tokens], -1 where a token is to be skipped, the others all
-    different; keys, values [num_blocks, block_size, num_kv_heads, head_size], any strides.
+    different; keys, values [num_blocks, block_size, num_kv_heads, head_size], other strides free.
     Changes the named slots and nothing else.  On a GPU it neither waits nor allocates.
-    Raises: ValueError where the shapes do not fit.
+    Raises: ValueError where the shapes or strides do not fit.
     """
     if k.shape != v.shape or k.shape[1:] != keys.shape[2:] or len(slot_mapping) != len(k):
         shapes = [tuple(t.shape) for t in (k, v, slot_mapping, keys)]
         raise ValueError(f"k, v, slot_mapping, keys: shapes {shapes} do not fit each other")
+    if any(t.stride(-1) != 1 for t in (k, v, keys, values)):
+        raise ValueError("k, v, keys, values: the numbers of a head are not contiguous")
     block_size, (heads, size) = keys.shape[1], k.shape[1:]
     if not runs_kernels(keys.device):
         real = slot_mapping >= 0
@@ -121,10 +123,14 @@ def copy_kv_blocks(
     [n, 2] on their device, -1 to skip; ordered: the result is that of one copy after another;
     otherwise no block may be in two pairs, unless as source only; addresses, of
     `tensor_addresses`: given, nothing is allocated.  Changes the destinations only.
-    Raises: ValueError where the tensors are not alike.
+    Raises: ValueError where the tensors are not alike, or a block is no multiple of 8 bytes.
     """
     if any(t.shape != tensors[0].shape or not t.is_contiguous() for t in tensors):
         raise ValueError("tensors: contiguous ones of one shape are needed")
+    if tensors[0][:1].nbytes % 8 or any(t.data_ptr() % 16 for t in tensors):
+        raise ValueError("tensors: aligned ones, with blocks of whole 8-byte words, are needed")
+    if pairs.ndim != 2 or pairs.shape[1] != 2:
+        raise ValueError(f"pairs: {tuple(pairs.shape)}, not (source, destination) in each row")
     if not runs_kernels(tensors[0].device):
         for source, target in pairs[(pairs >= 0).all(1)].tolist():
             for tensor in tensors:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paged_kv.kernels import check_buffers
 from paged_kv.prefill_plan import PrefillPlan, PrefillTiles
 from paged_kv.prefill_tiles import add_sink, attend_keys, key_range, put_tile, tile_lanes
 from paged_kv.triton_device import interpreted, jit, next_pow2, tl
@@ -230,6 +231,7 @@ def prefill_attention(
         )
         plan.update(cu_seqlens, seq_lens, rows)
     check_prefill(query, keys, values, plan, window, scale)
+    check_buffers(query, block_table, sinks, output, lse)
     output = torch.empty_like(query) if output is None else output
     lse = torch.empty(tokens, heads, device=query.device) if lse is None else lse
     launch_prefill(

@@ -6,7 +6,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,12 +81,12 @@ class PrefixCache:
 
     def key_of(self, block: int) -> int | None:
         """The key of `block`, None where it is not findable."""
-        node = self.names.named[block] if block >= 0 else None
-        return None if node is None else node.id
+        node = self.names.of(block)
+        return None if node is None else self.names.tree.number(node)
 
     def digest(self, key: Key) -> bytes:
         """SHA-256 of `key`, equal in every process: for keys that leave this one."""
-        return self.names.digest(key)
+        return self.names.digest(self.names.tree.above(key))
 
     def check(self) -> None:
         """Assert I4, and that names and blocks agree.  O(num_blocks), for tests."""
@@ -136,12 +135,17 @@ class PrefixCache:
         Raises, with nothing changed: ValueError for a parent that is gone, tokens that do not
         fill the blocks, a block that nobody holds or that has another name.
         """
+        above = self.publish_behind(self.names.tree.above(parent), tokens, ids, parts)
+        return self.names.tree.number(above) if isinstance(above, Node) else above
+
+    def publish_behind(
+        self, above: Node | bytes, tokens: Tokens, ids: BlockIds, parts: Parts = NO_PARTS
+    ) -> Node | bytes:
+        """`publish` for those who hold nodes: behind `above`, a node or a root; the last node."""
         names, places = self.names, places_of(ids, self.pool.num_blocks)
         chunks = filled_chunks(tokens, self.block_size, len(places), parts)
-        above = names.tree.above(parent)
-        names.refuse(places, names.tree.known(parent, chunks))
-        nodes = names.add([above], chunks, places)
-        return nodes[-1].id if nodes else parent
+        names.refuse(places, names.tree.known(above, chunks))
+        return [above, *names.add([above], chunks, places)][-1]
 
     def publish_each(
         self, parents: Sequence[Key], tokens: NDArray[np.int32], ids: BlockIds
@@ -152,16 +156,8 @@ class PrefixCache:
             raise ValueError(f"parents: {len(parents)} for {len(places)} blocks")
         chunks = filled_chunks(tokens.reshape(-1), self.block_size, len(places), NO_PARTS)
         above = list(map(names.tree.above, parents))
-        names.refuse(places, map(names.tree.nodes.get, zip(parents, chunks, strict=True)))
-        return [node.id for node in names.add(above, chunks, places)]
-
-    def publish_chunks(
-        self, parents: Sequence[Key], chunks: Sequence[bytes], places: NDArray[np.integer[Any]]
-    ) -> list[Key]:
-        """`publish_each` without its checks: for a caller whose own rows hold `places`."""
-        by_id = self.names.tree.by_id
-        above = [by_id[key] if isinstance(key, int) else key for key in parents]
-        return [node.id for node in self.names.add(above, chunks, places)]
+        names.refuse(places, map(names.tree.find, above, chunks))
+        return [names.tree.number(node) for node in names.add(above, chunks, places)]
 
 
 def _walk(
@@ -170,15 +166,18 @@ def _walk(
     """At most `most` findable nodes of the chain of `data` behind `root`, first to last."""
     tree, size = names.tree, names.block_size
     data = data[: most * size]
-    nodes = tree.ride(root, data, size) if not parts else []
-    ridden, get = len(nodes), tree.nodes.get
-    key = nodes[-1].id if nodes else root
+    above = root if isinstance(root, bytes) else tree.by_id.get(root)
+    if above is None:
+        return []
+    nodes = tree.ride(above, data, size) if not parts else []
+    ridden = len(nodes)
+    above = nodes[-1] if nodes else above
     for chunk in split_chunks(data, size, parts, ridden):
-        node = get((key, chunk))
+        node = tree.find(above, chunk)
         if node is None or node.block < 0:
             break
         nodes.append(node)
-        key = node.id
+        above = node
     if len(nodes) > 2 * ridden and not parts:
         nodes[0].trail = (data[: len(nodes) * size].copy(), nodes)
     return nodes
@@ -249,15 +248,14 @@ def publish_full(
     if full <= at_least(0, "published", published):
         return published
     ids: list[int] = tables.table[row, max(0, published - 1) : full].tolist()
-    parent: Key | None = root if published == 0 else cache.key_of(ids.pop(0))
-    if parent is None or -1 in ids:
-        return published
     names, data = cache.names, tokens[published * size : full * size]
+    above = root if published == 0 else names.of(ids.pop(0))
+    if above is None or -1 in ids:
+        return published
     if any(map(names.named.__getitem__, ids)):
-        cache.publish(parent, data, ids)
+        cache.publish_behind(above, data, ids)
     else:
-        chunks = filled_chunks(data, size, len(ids), NO_PARTS)
-        names.add([names.tree.above(parent)], chunks, np.array(ids))
+        names.add([above], filled_chunks(data, size, len(ids), NO_PARTS), np.array(ids))
     return full
 
 
@@ -274,11 +272,11 @@ def publish_filled(
     Args: `rows` [n], all different; `tokens` [max_seqs, max_seq_len], known up to the end of
     that block; `published` [max_seqs], raised in place; `roots` [n].
     """
-    tables, size, names = manager.tables, manager.block_size, cache.names.named
-    parents, ids, done, texts = list[Key](), list[int](), list[int](), []
+    tables, size, names = manager.tables, manager.block_size, cache.names
+    parents, ids, done, texts = list[Node | bytes](), list[int](), list[int](), []
     for root, row, index in zip(roots, rows.tolist(), published[rows].tolist(), strict=True):
         block, end = tables.table.item(row, index), (index + 1) * size
-        above = cache.key_of(tables.table.item(row, index - 1)) if index else root
+        above = names.of(tables.table.item(row, index - 1)) if index else root
         if above is not None and block >= 0 and tables.seq_lens.item(row) >= end:
             parents.append(above)
             ids.append(block)
@@ -286,12 +284,10 @@ def publish_filled(
             texts.append(tokens[row, end - size : end])
     if not ids:
         return
-    data = np.concatenate(texts)
-    if any(map(names.__getitem__, ids)):
-        cache.publish_each(parents, data, ids)
-    else:
-        chunks = filled_chunks(data, size, len(ids), NO_PARTS)
-        cache.publish_chunks(parents, chunks, np.array(ids))
+    chunks, places = filled_chunks(np.concatenate(texts), size, len(ids), NO_PARTS), np.array(ids)
+    if any(map(names.named.__getitem__, ids)):
+        names.refuse(places, map(names.tree.find, parents, chunks))
+    names.add(parents, chunks, places)
     published[done] += 1
 
 

@@ -104,42 +104,55 @@ def filled_chunks(tokens: Tokens, block_size: int, count: int, parts: Parts) -> 
 class Node:
     """One name: `chunk`, token bytes and encoded parts, behind `parent`, a node or a root.
 
-    `block` holds its K/V, -1 where none does; `twins` are further such blocks; `children`
-    counts the nodes behind it; `trail` is a long walk that began here, with its tokens.
+    `block` holds its K/V, -1 where none does; `twins` are further such blocks; `behind` is None,
+    the one node that follows, or {chunk: node} of several; `id` is -1 until `KeyTree.number`;
+    `trail` is a long walk that began here, with its tokens.
     """
 
-    __slots__ = ("block", "children", "chunk", "digest", "id", "parent", "trail", "twins")
+    __slots__ = ("behind", "block", "chunk", "digest", "id", "parent", "trail", "twins")
 
-    def __init__(self, id: int, parent: Node | bytes, chunk: bytes) -> None:
-        self.id, self.parent, self.chunk = id, parent, chunk
-        self.block, self.children, self.digest = -1, 0, b""
+    def __init__(self, parent: Node | bytes, chunk: bytes) -> None:
+        self.parent, self.chunk, self.digest = parent, chunk, b""
+        self.id = self.block = -1
+        self.behind: Node | dict[bytes, Node] | None = None
         self.twins: tuple[int, ...] = ()
         self.trail: tuple[NDArray[np.int32], list[Node]] | None = None
 
-    @property
-    def parent_key(self) -> Key:
-        """The id of the parent, or the root."""
-        return key_of(self.parent)
+    def follower(self, chunk: bytes) -> Node | None:
+        """The node of `chunk` behind this one, if there is one."""
+        behind = self.behind
+        if isinstance(behind, dict):
+            return behind.get(chunk)
+        return behind if behind is not None and behind.chunk == chunk else None
 
-
-def key_of(above: Node | bytes) -> Key:
-    """The key of a node, or the root itself."""
-    return above.id if isinstance(above, Node) else above
+    def followers(self) -> list[Node]:
+        """All nodes right behind this one."""
+        if isinstance(self.behind, dict):
+            return list(self.behind.values())
+        return [] if self.behind is None else [self.behind]
 
 
 class KeyTree:
     """All names in use, each made once: interning in place of hashing.
 
     State
-        nodes   {(parent key, chunk): Node}.
-        by_id   {id: Node}.
-    Ids count up and are never used again.  A node lives while a block or a child needs it.
+        roots  {(root, chunk): Node}, the names of first blocks; the others stand behind them.
+        by_id  {id: Node}, of nodes with a number.
+    Ids count up and are never used again.  A node lives while a block or a follower needs it.
     """
 
     def __init__(self) -> None:
-        self.nodes: dict[tuple[Key, bytes], Node] = {}
+        self.roots: dict[tuple[bytes, bytes], Node] = {}
         self.by_id: dict[int, Node] = {}
         self._next_id = 0
+
+    def number(self, node: Node) -> int:
+        """The id of `node`; it gets one when somebody first asks."""
+        if node.id < 0:
+            node.id = self._next_id
+            self.by_id[node.id] = node
+            self._next_id += 1
+        return node.id
 
     def above(self, key: Key) -> Node | bytes:
         """What stands for `key`: a node or the root itself.  ValueError for a node that is gone."""
@@ -150,11 +163,17 @@ class KeyTree:
             raise ValueError(f"key = {key!r}: neither a root nor a node, or a node no longer")
         return node
 
-    def known(self, key: Key | None, chunks: Iterable[bytes]) -> Iterator[Node | None]:
+    def find(self, above: Node | bytes, chunk: bytes) -> Node | None:
+        """The node of `chunk` behind `above`, a node or a root, if there is one."""
+        if isinstance(above, Node):
+            return above.follower(chunk)
+        return self.roots.get((above, chunk))
+
+    def known(self, above: Node | bytes, chunks: Iterable[bytes]) -> Iterator[Node | None]:
         """The nodes of `chunks` one behind the other, None from the first that is missing on."""
+        last: Node | bytes | None = above
         for chunk in chunks:
-            node = None if key is None else self.nodes.get((key, chunk))
-            key = None if node is None else node.id
+            last = node = None if last is None else self.find(last, chunk)
             yield node
 
     def intern(self, parents: Iterable[Node | bytes], chunks: Iterable[bytes]) -> Iterator[Node]:
@@ -162,33 +181,52 @@ class KeyTree:
 
         Where parents run out, the node before is the parent: a chain has one, above its first.
         """
-        nodes, by_id = self.nodes, self.by_id
         above: Node | bytes = b""
         for parent, chunk in zip(chain(parents, repeat(None)), chunks):
             above = above if parent is None else parent
-            place = (above.id if isinstance(above, Node) else above), chunk
-            if (node := nodes.get(place)) is None:
-                serial = self._next_id
-                nodes[place] = by_id[serial] = node = Node(serial, above, chunk)
-                self._next_id = serial + 1
-                if isinstance(above, Node):
-                    above.children += 1
+            if isinstance(above, Node) and above.behind is None:
+                above.behind = node = Node(above, chunk)  # most often: a text grows at its end
+            else:
+                node = self.find(above, chunk) or self._attach(above, chunk)
             above = node
             yield node
 
+    def _attach(self, above: Node | bytes, chunk: bytes) -> Node:
+        node = Node(above, chunk)
+        if not isinstance(above, Node):
+            self.roots[above, chunk] = node
+        elif isinstance(above.behind, dict):
+            above.behind[chunk] = node
+        else:
+            assert above.behind is not None
+            above.behind = {above.behind.chunk: above.behind, chunk: node}
+        return node
+
     def prune(self, node: Node) -> None:
         """Drop `node` if nothing needs it, and then its ancestors likewise."""
-        while node.block < 0 and not node.children:
+        while node.block < 0 and not node.behind:
             parent, node.trail = node.parent, None  # a trail leads back to its node
-            del self.nodes[node.parent_key, node.chunk], self.by_id[node.id]
+            self.by_id.pop(node.id, None)
             if not isinstance(parent, Node):
+                del self.roots[parent, node.chunk]
                 break
-            parent.children -= 1
+            if isinstance(parent.behind, dict):
+                del parent.behind[node.chunk]
+            else:
+                parent.behind = None
             node = parent
 
-    def ride(self, root: Key, tokens: NDArray[np.int32], block_size: int) -> list[Node]:
+    def nodes(self) -> Iterator[Node]:
+        """All of them, a parent before its followers."""
+        left = list(self.roots.values())
+        while left:
+            node = left.pop()
+            yield node
+            left += node.followers()
+
+    def ride(self, above: Node | bytes, tokens: NDArray[np.int32], block_size: int) -> list[Node]:
         """The findable nodes that `tokens` share with the trail of their first block."""
-        first = self.nodes.get((root, tokens[:block_size].tobytes()))
+        first = self.find(above, tokens[:block_size].tobytes())
         if first is None or first.trail is None:
             return []
         before, nodes = first.trail
@@ -199,9 +237,8 @@ class KeyTree:
         blocks = [node.block for node in shared]
         return shared[: blocks.index(-1)] if -1 in blocks else shared
 
-    def digest(self, key: Key, block_size: int) -> bytes:
-        """SHA-256 of `key`, the same in every process; kept with the node once made."""
-        above = self.above(key)
+    def digest(self, above: Node | bytes, block_size: int) -> bytes:
+        """SHA-256 of a node or root, the same in every process; kept with the node once made."""
         path: list[Node] = []
         while isinstance(above, Node) and not above.digest:
             path.append(above)

@@ -14,7 +14,7 @@ from paged_kv.block_manager import BlockManager
 from paged_kv.block_tables import BlockTables
 from paged_kv.copy_on_write import fork, guarded_tails, make_writable, rewind, rewire
 from paged_kv.prefix_cache import PrefixCache, admit_cached, give_back
-from paged_kv.prefix_keys import Node, key_of
+from paged_kv.prefix_keys import Node
 from paged_kv.request import Group, Ints, Sample
 from paged_kv.row_state import NONE, RowState
 
@@ -204,8 +204,7 @@ def publish_row(home: Residents, cache: PrefixCache, row: int, end: int) -> None
     state, size, before = home.rows, home.manager.block_size, home.rows.published.item(row)
     ids = home.manager.tables.table[row, before:end]
     tokens = state.tokens[row, before * size : end * size]
-    key = cache.publish(key_of(home.above[row]), tokens, ids)
-    home.above[row] = cache.names.tree.above(key)
+    home.above[row] = cache.publish_behind(home.above[row], tokens, ids)
     state.published[row] = end
 
 

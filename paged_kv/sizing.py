@@ -85,7 +85,7 @@ class KVSpec:
     def __post_init__(self) -> None:
         """Refuse what no cache can be."""
         for name in ("num_layers", "num_kv_heads", "head_size"):
-            at_least(1, name, getattr(self, name))
+            object.__setattr__(self, name, at_least(1, name, getattr(self, name)))
         if self.dtype not in BITS:
             raise ValueError(f"dtype = {self.dtype!r}: one of {', '.join(BITS)} is needed")
         if self.tensors_per_layer not in (1, 2):

@@ -4,6 +4,7 @@ import dataclasses
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -182,6 +183,12 @@ def test_a_bad_spec_is_refused_by_name(change: dict[str, Any], message: str) -> 
     good: dict[str, Any] = {"num_layers": 32, "num_kv_heads": 8, "head_size": 128}
     with pytest.raises(ValueError, match=message):
         KVSpec(**(good | change))
+
+
+def test_numpys_integers_do_not_overflow() -> None:
+    narrow = KVSpec(*(np.int16(value) for value in (32, 8, 128)), dtype="fp16")
+    assert narrow == KVSpec(32, 8, 128, "fp16")
+    assert type(narrow.bytes_per_token) is int
 
 
 @pytest.mark.parametrize(

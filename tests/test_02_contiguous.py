@@ -169,9 +169,7 @@ def test_policies():
 
 
 @pytest.mark.parametrize("policy", [reserve_max, reserve_pow2, reserve_oracle])
-@pytest.mark.parametrize(
-    ("lengths", "argument"), [((0, 5, 8), "prompt"), ((6, 5, 8), "final"), ((6, 9, 8), "max_len")]
-)
+@pytest.mark.parametrize(("lengths", "argument"), [((0, 5, 8), "prompt"), ((6, 5, 8), "final"), ((6, 9, 8), "max_len")])
 def test_policies_refuse_impossible_lengths(policy, lengths, argument):
     with pytest.raises(ValueError, match=argument):
         policy(*lengths)

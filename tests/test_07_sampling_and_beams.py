@@ -109,7 +109,18 @@ def agree(search: BeamSearch, reference: Any) -> None:
 class TestSampling:
     @pytest.mark.parametrize(
         ("name", "value"),
-        [("temperature", -0.1), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.1), ("seed", -1)],
+        [
+            ("temperature", -0.1),
+            ("top_k", -1),
+            ("top_p", 0.0),
+            ("top_p", 1.1),
+            ("seed", -1),
+            ("top_k", 2.5),
+            ("seed", 1.5),
+            ("temperature", True),
+            ("top_p", True),
+            ("temperature", float("nan")),
+        ],
     )
     def test_bad_parameters_are_named(self, name, value):
         with pytest.raises(ValueError, match=f"{name} = {value}"):

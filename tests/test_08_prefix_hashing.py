@@ -29,8 +29,11 @@ def state(manager, cache):
     """Everything that an operation could change, findable blocks by digest."""
     tables, pool, names = manager.tables, manager.pool, cache.names
     arrays = (tables.table, tables.num_blocks, tables.seq_lens, tables.writable_until, pool.ref_count, pool.epoch)
-    keys = [None if node is None else node.id for node in names.named]
-    nodes = {key: (node.block, node.twins, node.children) for key, node in names.tree.nodes.items()}
+    keys = [None if node is None else names.digest(node) for node in names.named]
+    nodes = {
+        names.digest(node): (node.block, node.twins, list(map(names.digest, node.followers())))
+        for node in names.tree.nodes()
+    }
     return (
         [a.tolist() for a in arrays],
         pool.free_ids(),
@@ -245,7 +248,7 @@ def test_a6_twins_outlive_one_another():
     a, b = (admit_cached(manager, cache, prompt)[0] for _ in "AB")
     assert [publish_full(manager, cache, row, prompt, 0) for row in (a, b)] == [2, 2]
     assert cache.stats.findable == 4
-    assert len(cache.names.tree.nodes) == 2
+    assert len(list(cache.names.tree.nodes())) == 2
     of_a, of_b = manager.tables.ids(a), manager.tables.ids(b)
     assert cache.match(b"", [*prompt, 0]) == of_a  # the first
     give_back(manager, a)
@@ -260,7 +263,7 @@ def test_a6_twins_outlive_one_another():
     assert cache.match(b"", [*prompt, 0]) == of_b
     cache.forget(manager.pool.take(4))
     assert cache.match(b"", [*prompt, 0]) == []
-    assert (cache.stats.findable, cache.names.tree.nodes, cache.names.tree.by_id) == (0, {}, {})
+    assert (cache.stats.findable, cache.names.tree.roots, cache.names.tree.by_id) == (0, {}, {})
     cache.check()
 
 
@@ -388,10 +391,12 @@ class TestPublish:
                 manager, cache = setup(16, 4, 4, events=events)
                 ids = np.array([manager.tables.ids(manager.add(8))[0] for _ in range(4)])
                 chunks = [row.tobytes() for row in tokens]
-                either = cache.publish_each if checked else cache.publish_chunks
-                keys = either([b""] * 4, tokens if checked else chunks, ids)
+                if checked:
+                    cache.publish_each([b""] * 4, tokens, ids)
+                else:
+                    cache.names.add([b""] * 4, chunks, ids)
                 cache.check()
-                states.append((keys, state(manager, cache)))
+                states.append(state(manager, cache))
         assert states[0] == states[1]
         assert states[2] == states[3]
 
@@ -470,7 +475,7 @@ class TestForget:
             assert not keys & seen
             seen |= keys
             give_back(manager, row)
-            assert len(cache.names.tree.nodes) == len(cache.names.tree.by_id) <= 4
+            assert len(list(cache.names.tree.nodes())) == len(cache.names.tree.by_id) <= 4
 
     def test_a_trail_keeps_no_dead_node_alive(self):
         manager, cache = setup(8)
@@ -549,7 +554,7 @@ def replay(keys, events):
 
 
 def findable(cache):
-    return {cache.digest(node.id).hex() for node in cache.names.tree.by_id.values() if node.block >= 0}
+    return {cache.names.digest(node).hex() for node in cache.names.tree.nodes() if node.block >= 0}
 
 
 def test_events_cancel_out_and_stay_bounded():

@@ -250,11 +250,35 @@ def test_bad_arguments_are_named() -> None:
     refused("head size 12", case.query[..., :12], case.keys[..., :12], case.values[..., :12], *good[3:])
     with pytest.raises(ValueError, match="seq_lens"):
         DecodePlan(2, 4, 2, 32, "cpu").update(case.lens.long())
+    wide = torch.zeros(2, 4, 64)[..., ::2].to(case.query.dtype)
+    refused("numbers of a head", torch.empty_strided(wide.shape, (256, 64, 2), dtype=wide.dtype), *good[1:])
+    refused("block_table", *good[:3], case.table.long(), case.lens)
+    refused("rows", *good, rows=torch.zeros(3, dtype=torch.int32))
+    refused("contiguous", *good, rows=torch.zeros(4, dtype=torch.int32)[::2])
+    refused("contiguous", *good[:4], torch.ones(4, dtype=torch.int32)[::2])
+    refused("sinks", *good, sinks=torch.zeros(2))
+    refused("output", *good, output=torch.empty(2, 2, 32))
+    refused("lse", *good, lse=torch.empty(2, 2))
+    refused("lse", *good, lse=torch.empty(4, 2).T)
     k = torch.zeros(3, 2, 32)
     with pytest.raises(ValueError, match="slot_mapping"):
         write_kv(k, k, torch.zeros(2, dtype=torch.int64), case.keys, case.values)
+    with pytest.raises(ValueError, match="numbers of a head"):
+        write_kv(torch.zeros(3, 2, 64)[..., ::2], k, torch.zeros(3, dtype=torch.int64), case.keys, case.values)
+    none = torch.zeros(0, 2, dtype=torch.int64)
+    for blocks in (torch.zeros(4, 1, 3, dtype=torch.float16), torch.zeros(5, 4, dtype=torch.float16)[1:]):
+        with pytest.raises(ValueError, match="8-byte words"):
+            copy_kv_blocks([blocks], none, ordered=True)
+    with pytest.raises(ValueError, match="pairs"):
+        copy_kv_blocks([case.pool], torch.tensor([0, 1]), ordered=True)
     with pytest.raises(ValueError, match="contiguous"):
         copy_kv_blocks([case.pool, case.pool[:-1]], torch.zeros(1, 2, dtype=torch.int64), ordered=True)
+
+
+def test_an_empty_batch_is_no_work() -> None:
+    case = make_case([5], (4, 2), 32, 4)
+    output, lse = decode_attention(case.query[:0], case.keys, case.values, case.table, case.lens[:0])
+    assert (tuple(output.shape), tuple(lse.shape)) == ((0, 4, 32), (0, 4))
 
 
 # ---- the heuristic

@@ -233,15 +233,20 @@ def test_bad_arguments_are_named() -> None:
         "scale = -1": {"options": {"scale": -1.0}},
         "plan": {"options": {"plan": PrefillPlan(1, 2, 4, 2, 32, "cpu", dtype=torch.bfloat16)}},
         "do not fit": {"query": torch.zeros(3, 3, 32)},
+        "output": {"options": {"output": torch.zeros(3, 2, 32)}},
+        "lse": {"options": {"lse": torch.zeros(3, 2)}},
+        "sinks": {"options": {"sinks": torch.zeros(3)}},
     }.items():
         step = (change.get("query", case.query), *case.step[1:])
         if wrong == "head size":
             step = (step[0], *(torch.zeros(2, 8, 2, 36) for _ in range(2)), *step[3:])
         with pytest.raises(ValueError, match=wrong):
-            prefill_attention(*step, rows=case.rows, **change.get("options", {}))
+            prefill_attention(*step, **{"rows": case.rows} | change.get("options", {}))
     plan = PrefillPlan(2, 3, 4, 2, 32, "cpu")
     with pytest.raises(ValueError, match="cu_seqlens, seq_lens, rows"):
         plan.update(case.cu_seqlens, case.seq_lens, case.rows)
+    with pytest.raises(ValueError, match="contiguous"):
+        plan.update(torch.tensor([0, 1, 2]).int(), torch.ones(4, dtype=torch.int32)[::2])
 
 
 def test_tiles_fit_the_device() -> None:

@@ -199,9 +199,7 @@ def test_a_break_out_of_run_loses_no_piece(tiny: Any, few: Any) -> None:
 
 def test_generate_takes_prompts_from_an_iterator_and_numbers_of_numpy(tiny: Any, few: Any) -> None:
     prompts, references = few
-    answers = Engine(tiny, num_blocks=40, block_size=4).generate(
-        iter(prompts[:2]), np.int64(4), stop_tokens=()
-    )
+    answers = Engine(tiny, num_blocks=40, block_size=4).generate(iter(prompts[:2]), np.int64(4), stop_tokens=())
     assert [answer.texts[0].token_ids for answer in answers] == [ids[:4] for ids in references[:2]]
 
 

@@ -36,9 +36,7 @@ def model() -> Any:
 # ------------------------------------------------------------------------------------------------- sizes
 
 
-@given(
-    decodes=st.integers(0, 300), chunks=st.integers(0, 12), tokens=st.integers(0, 600), most=st.integers(1, 300)
-)
+@given(decodes=st.integers(0, 300), chunks=st.integers(0, 12), tokens=st.integers(0, 600), most=st.integers(1, 300))
 def test_the_shape_chosen_holds_the_step_and_is_the_smallest(decodes: int, chunks: int, tokens: int, most: int) -> None:
     shape = StepShape(decodes, chunks, tokens if chunks else 0)
     sizes = usual_sizes(Room(2048, most, (most, 8)))
@@ -86,9 +84,7 @@ def test_shapes_come_largest_first_and_once() -> None:
 OPTIONS: dict[str, dict[str, Any]] = {
     "roomy": {"num_blocks": 200},
     "tiny pool": {"num_blocks": 30, "block_size": 4},
-    "swap, ahead": {
-        "num_blocks": 30, "block_size": 4, "host_blocks": 60, "ahead": True, "prefix_caching": False
-    },
+    "swap, ahead": {"num_blocks": 30, "block_size": 4, "host_blocks": 60, "ahead": True, "prefix_caching": False},
     "small budget, ahead": {"num_blocks": 200, "ahead": True, "token_budget": 16, "max_running": 8},
 }
 

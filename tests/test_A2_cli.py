@@ -268,6 +268,12 @@ def test_a_package_that_is_missing_is_one_line_with_the_way_to_get_it(
     assert (done.returncode, done.stdout) == (2, "")
 
 
+def test_the_package_runs_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "paged_kv", "--help"], capture_output=True, text=True, check=True)
+    assert "paged-kv" in done.stdout
+    assert "generate" in done.stdout
+
+
 def test_the_program_starts_where_nothing_need_be_installed() -> None:
     scripts = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text("utf-8"))["project"]
     module, _, function = scripts["scripts"]["paged-kv"].partition(":")

@@ -173,7 +173,13 @@ BAD = [
     (("generate", "a", "--top-p", "2"), "top_p = 2"),
     (("generate", "a", "--max-new-tokens", "0"), "max_new_tokens"),
     (("generate", "a", "--beams", "2", "--temperature", "1"), "beam"),
-    (("generate", "x" * 3000,), "prompt"),
+    (
+        (
+            "generate",
+            "x" * 3000,
+        ),
+        "prompt",
+    ),
     (("generate", "a", "--stop", ""), "stop"),
     (("generate", "a", "--model", "random:huge"), "random:huge"),
     (("generate", "a", "--memory", "1GiB"), "memory, num_blocks"),
