@@ -454,13 +454,6 @@ class KeyTree:
             return above.follower(chunk)
         return self.roots.get((above, chunk))
 
-    def known(self, above: Node | bytes, chunks: Iterable[bytes]) -> Iterator[Node | None]:
-        """The nodes of `chunks` one behind the other, None from the first that is missing on."""
-        last: Node | bytes | None = above
-        for chunk in chunks:
-            last = node = None if last is None else self.find(last, chunk)
-            yield node
-
 
 # %% tags=["export:prefix_keys"]
 class KeyTree(KeyTree):  # type: ignore
@@ -504,14 +497,6 @@ class KeyTree(KeyTree):  # type: ignore
                 parent.behind = None
             node = parent
 
-    def nodes(self) -> Iterator[Node]:
-        """All of them, a parent before its followers."""
-        left = list(self.roots.values())
-        while left:
-            node = left.pop()
-            yield node
-            left += node.followers()
-
 
 # %% tags=["export:prefix_keys"]
 class KeyTree(KeyTree):  # type: ignore
@@ -541,11 +526,29 @@ class KeyTree(KeyTree):  # type: ignore
             digest = node.digest = hashlib.sha256(digest + node.chunk).digest()
         return digest
 
+    def nodes(self) -> Iterator[Node]:
+        """All of them, a parent before its followers."""
+        left = list(self.roots.values())
+        while left:
+            node = left.pop()
+            yield node
+            left += node.followers()
+
 
 # %% tags=["export:prefix_keys"]
 def root_digest(root: bytes, block_size: int) -> bytes:
     """SHA-256 of a root; the block size is in it, since it decides what a block covers."""
     return hashlib.sha256(b"root %d " % block_size + root).digest()
+
+
+def known_chain(
+    tree: KeyTree, above: Node | bytes, chunks: Iterable[bytes]
+) -> Iterator[Node | None]:
+    """The nodes of `chunks` one behind the other, None from the first that is missing on."""
+    last: Node | bytes | None = above
+    for chunk in chunks:
+        last = node = None if last is None else tree.find(last, chunk)
+        yield node
 
 
 def prompt_digests(root: bytes, tokens: Tokens, block_size: int) -> list[str]:
@@ -934,7 +937,7 @@ class PrefixCache(PrefixCache):  # type: ignore
         """`publish` for those who hold nodes: behind `above`, a node or a root; the last node."""
         names, places = self.names, places_of(ids, self.pool.num_blocks)
         chunks = filled_chunks(tokens, self.block_size, len(places), parts)
-        names.refuse(places, names.tree.known(above, chunks))
+        names.refuse(places, known_chain(names.tree, above, chunks))
         return [above, *names.add([above], chunks, places)][-1]
 
     def publish_each(

@@ -1392,7 +1392,7 @@ def launch_reduce(plan: DecodePlan, sinks: Tensor | None, output: Tensor, lse: T
         heads, HEAD_SIZE=size, D=d, N=n, CHUNK=chunk, SINKS=sinks is not None,
         num_warps=4 if n * chunk * d >= 2048 else 2)
 
-
+# %% tags=["export:kernels", "hide-input"]
 def check_buffers(
     query: Tensor, block_table: Tensor, sinks: Tensor | None, output: Tensor | None,
     lse: Tensor | None,
@@ -1410,7 +1410,7 @@ def check_buffers(
     ):
         raise ValueError(f"lse: contiguous float32 {[tokens, heads]} is needed")
 
-
+# %% tags=["export:kernels", "hide-input"]
 def check_decode(
     query: Tensor, keys: Tensor, values: Tensor, seq_lens: Tensor, rows: Tensor | None,
     window: int | None, plan: DecodePlan | None,
@@ -1444,8 +1444,7 @@ def decode_attention(
     query: Tensor, keys: Tensor, values: Tensor, block_table: Tensor, seq_lens: Tensor, *,
     rows: Tensor | None = None, scale: float | None = None, window: int | None = None,
     softcap: float | None = None, sinks: Tensor | None = None, plan: DecodePlan | None = None,
-    output: Tensor | None = None, lse: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    output: Tensor | None = None, lse: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Attention of one new token a sequence, through a block table.
 
     As `paged_attention` with one query a sequence, which serves where no kernels run.

@@ -66,8 +66,7 @@ class BlockTables:
             raise ValueError(f"ids: {list(ids)} are no blocks, or one is named twice")
         if end > self.table.shape[1]:
             raise ValueError(f"ids: {end} blocks, but a row has {self.table.shape[1]} entries")
-        self.table[row, start:end] = ids
-        self.num_blocks[row] = end
+        self.table[row, start:end], self.num_blocks[row] = ids, end
         self.writable_until[row] = self.room[end]
 
     def detach(self, row: int) -> list[int]:

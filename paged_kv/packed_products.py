@@ -1,88 +1,153 @@
 # Exported from book/13_engine.py by tools/export.py; edit the chapter, not this file.
 """A model's large matrix products on a CPU, from weights laid out for oneDNN once."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Linear
+from torch.nn import Linear, Parameter
+from torch.nn import functional as F
 
-PACK_FROM = 1 << 18  # weights of a layer from which on packing pays
+PACK_FROM = 1 << 18  # weights of a product from which on packing pays
 TYPICAL_ROWS = 32  # the batch that the layout is chosen for; others are right too
-PROBES = 16  # weights of a layer that are compared before each step
+PROBES = 16  # numbers of a parameter that are compared before each step
+ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # as models name them
 
 
 class PackedProduct:
-    """What `layer` computes, from a packed copy of its weight.
+    """What `layers` compute of one input, as one product with a packed copy of their weights.
 
-    State: `weight`, the parameter that was copied; `version`, its count of changes; `probe`, a
-    few of its values; `copy`.
+    The first layer that is called computes for all, the others take their shares; one that is
+    given something else computes its own from its own weight.
+    State: `held`, the weights and biases that were copied, their `versions` and `places`;
+    `looks`, views of a few of their numbers, and `probe`, what was seen; `copy`, `bias`;
+    `forwards`, what each layer does instead; `given`, the last input, and `shares` of it.
     """
 
-    def __init__(self, layer: Linear) -> None:
-        self.layer = layer
+    def __init__(self, *layers: Linear) -> None:
+        self.layers, self.sizes = layers, [layer.out_features for layer in layers]
+        self.given: Tensor | None = None
+        self.shares: Sequence[Tensor] = ()
+        self.forwards = [self.forward_of(place) for place in range(len(layers))]
         self.pack()
 
-    def pack(self) -> None:
-        """Copy the weight into oneDNN's layout."""
-        self.weight, self.version = self.layer.weight, self.layer.weight._version
-        self.probe = self.look().clone()
-        data = self.weight.detach()
-        self.copy = torch.ops.mkldnn._reorder_linear_weight(data, TYPICAL_ROWS)
+    def parameters(self) -> list[Parameter]:
+        """The weights, then the biases, as the layers have them now."""
+        own = [layer._parameters for layer in self.layers]
+        found = [each["weight"] for each in own] + [each["bias"] for each in own]
+        return [parameter for parameter in found if parameter is not None]
 
-    def look(self) -> Tensor:
-        """A few values from all over the weight: a view."""
-        flat = self.layer.weight.detach().view(-1)
-        return flat[:: max(1, len(flat) // PROBES)]
+    def pack(self) -> None:
+        """Copy the weights into oneDNN's layout."""
+        self.held = self.parameters()
+        self.versions = [parameter._version for parameter in self.held]
+        self.places = [parameter.data_ptr() for parameter in self.held]
+        flat = [parameter.detach().view(-1) for parameter in self.held]
+        self.looks = [each[:: max(1, len(each) // PROBES)] for each in flat]
+        self.probe = torch.cat(self.looks)
+        count = len(self.layers)
+        weight = torch.cat([parameter.detach() for parameter in self.held[:count]])
+        self.bias = torch.cat(flat[count:]) if flat[count:] else None
+        self.copy = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS)
+
+    def untouched(self) -> bool:
+        """Whether the parameters are those that were copied, and count no change since."""
+        for parameter, held, version, place in zip(
+            self.parameters(), self.held, self.versions, self.places, strict=True
+        ):
+            if parameter is not held or parameter._version != version:
+                return False
+            if parameter.data_ptr() != place:
+                return False
+        return True
 
     def renew(self) -> None:
-        """Copy again if the weight is another, or has changed, or shows other values.
+        """Copy again if a parameter is another, or has changed, or shows other numbers.
 
-        Unseen: a change through `.data` of single values that are none of those looked at.
+        Unseen: a change through `.data` of single numbers that are none of those looked at.
         """
-        weight = self.layer.weight
-        same = weight is self.weight and weight._version == self.version
-        if not (same and torch.equal(self.look(), self.probe)):
+        if not (self.untouched() and torch.equal(torch.cat(self.looks), self.probe)):
             self.pack()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The product of x [..., in_features], with the weight as it was copied."""
+        """The product of x [..., in_features] with all weights, [..., sum of out_features]."""
         product: Tensor = torch.ops.mkldnn._linear_pointwise(
-            x, self.copy, self.layer.bias, "none", [], ""
+            x, self.copy, self.bias, "none", [], ""
         )
         return product
+
+    def forward_of(self, place: int) -> Callable[[Tensor], Tensor]:
+        """What the layer at `place` does while its product is packed."""
+        if len(self.layers) == 1:
+            return self
+
+        def first(x: Tensor) -> Tensor:
+            self.given, self.shares = x, torch.split(self(x), self.sizes, -1)
+            return self.shares[0]
+
+        def other(x: Tensor) -> Tensor:
+            layer = self.layers[place]
+            if x is not self.given:
+                return F.linear(x, layer.weight, layer.bias)
+            return self.shares[place]
+
+        return other if place else first
+
+
+def can_pack(*layers: Any) -> bool:
+    """Whether all are as their class made them, in float32, alike, and large together."""
+    if not all(type(layer) is Linear and "forward" not in vars(layer) for layer in layers):
+        return False
+    weights = [layer.weight for layer in layers]
+    plain = all(w.dtype == torch.float32 and not w.is_inference() for w in weights)
+    alike = len({(layer.in_features, layer.bias is None) for layer in layers}) == 1
+    return plain and alike and sum(w.numel() for w in weights) >= PACK_FROM
 
 
 class PackedProducts:
     """The large products of a model, packed; as many bytes more as their weights have.
 
-    State: `packed`, one a layer; empty where PyTorch has no oneDNN, or the model is not in
-    float32 on a CPU.
+    State: `packed`, its PackedProducts, none where PyTorch has no oneDNN, or the model is not
+    in float32 on a CPU; `looks` and `probe`, those of all.
     """
 
     def __init__(self, model: Any) -> None:
         able: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        able &= model.device.type == "cpu"
-        layers = [part for part in model.modules() if type(part) is Linear] if able else []
-        self.packed = [PackedProduct(layer) for layer in layers if can_pack(layer)]
+        parts = list(model.modules()) if able and model.device.type == "cpu" else []
+        groups: list[list[Any]] = [
+            [getattr(part, name, None) for name in names] for part in parts for names in ONE_INPUT
+        ]
+        self.packed = [PackedProduct(*group) for group in groups if can_pack(*group)]
+        done = {layer for product in self.packed for layer in product.layers}
+        self.packed += [PackedProduct(p) for p in parts if p not in done and can_pack(p)]
+        self.looks = [look for product in self.packed for look in product.looks]
+        self.probe = torch.cat(self.looks) if self.looks else None
+
+    def renew(self) -> None:
+        """Copy again what has changed, see `PackedProduct.renew`."""
+        if self.probe is None or (
+            all(product.untouched() for product in self.packed)
+            and torch.equal(torch.cat(self.looks), self.probe)
+        ):
+            return
+        for product in self.packed:
+            product.renew()
+        self.looks = [look for product in self.packed for look in product.looks]
+        self.probe = torch.cat(self.looks)
 
     @contextmanager
     def on(self) -> Iterator[None]:
         """Within this context the model runs packed products, of weights as they are now."""
+        self.renew()
         for product in self.packed:
-            product.renew()
-            product.layer.forward = product  # type: ignore[method-assign, assignment]
+            for layer, forward in zip(product.layers, product.forwards, strict=True):
+                vars(layer)["forward"] = forward
         try:
             yield
         finally:
             for product in self.packed:
-                del product.layer.forward
-
-
-def can_pack(layer: Linear) -> bool:
-    """Whether it is large, in float32, as its class made it, and tells of changes."""
-    weight, own = layer.weight, "forward" not in vars(layer)
-    large = weight.numel() >= PACK_FROM and weight.dtype == torch.float32
-    return large and own and not weight.is_inference()
+                product.given, product.shares = None, ()
+                for layer in product.layers:
+                    del vars(layer)["forward"]

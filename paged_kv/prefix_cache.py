@@ -21,6 +21,7 @@ from paged_kv.prefix_keys import (
     Tokens,
     encode_parts,
     filled_chunks,
+    known_chain,
     split_chunks,
     token_array,
 )
@@ -144,7 +145,7 @@ class PrefixCache:
         """`publish` for those who hold nodes: behind `above`, a node or a root; the last node."""
         names, places = self.names, places_of(ids, self.pool.num_blocks)
         chunks = filled_chunks(tokens, self.block_size, len(places), parts)
-        names.refuse(places, names.tree.known(above, chunks))
+        names.refuse(places, known_chain(names.tree, above, chunks))
         return [above, *names.add([above], chunks, places)][-1]
 
     def publish_each(

@@ -169,13 +169,6 @@ class KeyTree:
             return above.follower(chunk)
         return self.roots.get((above, chunk))
 
-    def known(self, above: Node | bytes, chunks: Iterable[bytes]) -> Iterator[Node | None]:
-        """The nodes of `chunks` one behind the other, None from the first that is missing on."""
-        last: Node | bytes | None = above
-        for chunk in chunks:
-            last = node = None if last is None else self.find(last, chunk)
-            yield node
-
     def intern(self, parents: Iterable[Node | bytes], chunks: Iterable[bytes]) -> Iterator[Node]:
         """The node of each chunk behind its parent, made where there is none yet.
 
@@ -216,14 +209,6 @@ class KeyTree:
                 parent.behind = None
             node = parent
 
-    def nodes(self) -> Iterator[Node]:
-        """All of them, a parent before its followers."""
-        left = list(self.roots.values())
-        while left:
-            node = left.pop()
-            yield node
-            left += node.followers()
-
     def ride(self, above: Node | bytes, tokens: NDArray[np.int32], block_size: int) -> list[Node]:
         """The findable nodes that `tokens` share with the trail of their first block."""
         first = self.find(above, tokens[:block_size].tobytes())
@@ -248,10 +233,28 @@ class KeyTree:
             digest = node.digest = hashlib.sha256(digest + node.chunk).digest()
         return digest
 
+    def nodes(self) -> Iterator[Node]:
+        """All of them, a parent before its followers."""
+        left = list(self.roots.values())
+        while left:
+            node = left.pop()
+            yield node
+            left += node.followers()
+
 
 def root_digest(root: bytes, block_size: int) -> bytes:
     """SHA-256 of a root; the block size is in it, since it decides what a block covers."""
     return hashlib.sha256(b"root %d " % block_size + root).digest()
+
+
+def known_chain(
+    tree: KeyTree, above: Node | bytes, chunks: Iterable[bytes]
+) -> Iterator[Node | None]:
+    """The nodes of `chunks` one behind the other, None from the first that is missing on."""
+    last: Node | bytes | None = above
+    for chunk in chunks:
+        last = node = None if last is None else tree.find(last, chunk)
+        yield node
 
 
 def prompt_digests(root: bytes, tokens: Tokens, block_size: int) -> list[str]:

@@ -162,12 +162,30 @@ def test_packed_products_are_the_products_and_notice_new_weights() -> None:
     assert packed.copy is copy, "nothing changed, so nothing is copied"
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_layers_of_one_input_are_one_product(bias: bool) -> None:
+    layers = [torch.nn.Linear(512, size, bias=bias) for size in (512, 256, 640)]
+    product, x, y = PackedProduct(*layers), torch.randn(2, 5, 512), torch.randn(3, 512)
+    with torch.inference_mode():
+        for _ in range(2):
+            for layer, forward in zip(layers, product.forwards, strict=True):
+                torch.testing.assert_close(forward(x), layer(x), atol=1e-4, rtol=1e-5)
+            torch.testing.assert_close(product.forwards[1](y), layers[1](y), atol=1e-4, rtol=1e-5)
+            for layer in layers:
+                layer.weight.data.mul_(1.5)
+            product.renew()
+
+
 def test_what_is_packed_and_the_model_stays_its_own() -> None:
     model = small()
     products = PackedProducts(model)
-    names = {product.layer for product in products.packed}
-    assert model.model.layers[0].mlp.gate_proj in names
-    assert model.model.layers[0].self_attn.k_proj not in names, "too small to pay"
+    groups = {product.layers for product in products.packed}
+    layer = model.model.layers[0]
+    assert (layer.mlp.gate_proj, layer.mlp.up_proj) in groups
+    own = layer.self_attn
+    assert (own.q_proj, own.k_proj, own.v_proj) in groups
+    assert all((part,) in groups for part in (own.o_proj, layer.mlp.down_proj, model.lm_head))
+    assert PackedProducts(small(64)).packed == [], "too small to pay"
     stopped = False
     try:
         with products.on():

@@ -326,4 +326,4 @@ def test_broken_variants_are_caught(replaced):
     else:
         machine = type("BrokenSequences", (Sequences,), {"ops": Broken(**replaced)})
     with pytest.raises((AssertionError, ValueError)):
-        run(machine, 60 * STEPS_A_PROGRAM, phases=[Phase.generate], derandomize=True)
+        run(machine, 400 * STEPS_A_PROGRAM, phases=[Phase.generate], derandomize=True)
