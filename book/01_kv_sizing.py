@@ -287,8 +287,7 @@ def at_least(minimum: int, name: str, value: int) -> int:
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
     """Blocks of `block_size` tokens that hold `num_tokens`: the last one may be partly full."""
-    at_least(0, "num_tokens", num_tokens)
-    return -(-num_tokens // at_least(1, "block_size", block_size))
+    return -(-at_least(0, "num_tokens", num_tokens) // at_least(1, "block_size", block_size))
 
 
 # %% tags=["export:sizing"]
@@ -314,11 +313,11 @@ class KVSpec:
 
     def __post_init__(self) -> None:
         """Refuse what no cache can be."""
-        for name in ("num_layers", "num_kv_heads", "head_size"):
+        for name in ("num_layers", "num_kv_heads", "head_size", "tensors_per_layer"):
             object.__setattr__(self, name, at_least(1, name, getattr(self, name)))
         if self.dtype not in BITS:
             raise ValueError(f"dtype = {self.dtype!r}: one of {', '.join(BITS)} is needed")
-        if self.tensors_per_layer not in (1, 2):
+        if self.tensors_per_layer > 2:
             raise ValueError(f"tensors_per_layer = {self.tensors_per_layer!r}: 2 (K and V) or 1")
         if self.num_kv_heads * self.head_size * BITS[self.dtype] % 8:
             raise ValueError(f"head_size = {self.head_size}: {self.dtype} rows end inside a byte")
@@ -515,9 +514,9 @@ def capacity(
 
     Args: `max_tokens`, what a reservation is made for; at least `num_tokens`.
     """
-    at_least(1, "num_tokens", num_tokens)
-    at_least(num_tokens, "max_tokens", max_tokens)
-    at_least(0, "memory_bytes", memory_bytes)
+    num_tokens = at_least(1, "num_tokens", num_tokens)
+    max_tokens = at_least(num_tokens, "max_tokens", max_tokens)
+    memory_bytes = at_least(0, "memory_bytes", memory_bytes)
     held = kv.bytes_for(num_tokens)
     reserved, paged = kv.bytes_for(max_tokens), kv.bytes_for(num_tokens, block_size)
     return Capacity(

@@ -209,8 +209,9 @@ def guarded_tails(
     tables = manager.tables
     rows = checked_rows(tables, rows)
     lens = tables.seq_lens[rows].astype(np.int64)
-    more = np.broadcast_to(np.asarray(new_tokens, np.int64), lens.shape)
-    if (more < 0).any() or (lens + more > tables.max_seq_len).any():
+    more = np.broadcast_to(np.asarray(new_tokens), lens.shape)
+    whole = more.dtype.kind in "iu" or not more.size
+    if not whole or (more < 0).any() or (lens + more > tables.max_seq_len).any():
         raise ValueError(f"new_tokens = {new_tokens}: a row holds 0 to {tables.max_seq_len} tokens")
     index, offset = np.divmod(lens, manager.block_size)
     asked = (tables.writable_until[rows] <= lens) & (offset > 0) & (more > 0)
@@ -605,9 +606,10 @@ def rewind(manager: BlockManager, rows: ArrayLike, count: TokenCounts = 1) -> No
     pool, tables, size = manager.pool, manager.tables, manager.block_size
     rows = checked_rows(tables, rows)
     drop = np.broadcast_to(np.asarray(count), rows.shape)
-    keep = tables.seq_lens[rows] - drop
-    if (drop.size and drop.dtype.kind not in "iu") or (drop < 0).any() or (keep < 0).any():
+    whole = drop.dtype.kind in "iu" or not drop.size
+    if not whole or (drop < 0).any() or (drop > tables.seq_lens[rows]).any():
         raise ValueError(f"count = {count}: rows {rows.tolist()} hold {tables.seq_lens[rows]}")
+    keep = tables.seq_lens[rows] - drop.astype(np.int64)
     rows, keep = rows[drop > 0], keep[drop > 0]
     tails = tables.table[rows, (keep - 1).clip(0) // size]
     if (tails[keep > 0] < 0).any():

@@ -81,9 +81,9 @@ class SamplingParams:
     """How to choose a token from logits.
 
     Fields
-        temperature  divides the logits, 0 means the likeliest token.
+        temperature  divides the logits: 1e-6 to 1e6, or 0 for the likeliest token.
         top_k        only the k likeliest tokens, 0 means all.
-        top_p        only the likeliest tokens that together reach this probability, 0 to 1.
+        top_p        only the likeliest tokens that together reach this probability, 1e-6 to 1.
         seed         of this sample alone.
     Raises: ValueError naming the field.
     """
@@ -96,11 +96,12 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name in ("top_k", "seed"):
             at_least(0, name, getattr(self, name))
-        for name, allowed in (("temperature", "0 or more"), ("top_p", "above 0, up to 1")):
+        for name, least, most in (("temperature", 1e-6, 1e6), ("top_p", 1e-6, 1.0)):
             value = getattr(self, name)
             number = isinstance(value, Real) and not isinstance(value, bool)
-            if not (number and (value >= 0 if name == "temperature" else 0 < value <= 1)):
-                raise ValueError(f"{name} = {value!r}: a number, {allowed}, is needed")
+            if not number or not (least <= value <= most or (name == "temperature" and value == 0)):
+                zero = "0 or " if name == "temperature" else ""
+                raise ValueError(f"{name} = {value!r}: {zero}{least:g} to {most:g} is needed")
 
 # %% [markdown]
 # For a batch, each row with knobs of its own, sorting does it all at once: with the likeliest token
@@ -123,7 +124,8 @@ def distribution(logits: Tensor, params: Sequence[SamplingParams]) -> tuple[Tens
         return torch.tensor(values, device=logits.device)[:, None]
 
     temperature = column([one.temperature or 1.0 for one in params])
-    most = column([one.top_k or logits.shape[1] if one.temperature else 1 for one in params])
+    size = logits.shape[1]
+    most = column([min(one.top_k or size, size) if one.temperature else 1 for one in params])
     scores, ids = (logits.float() / temperature).sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logits.shape[1], device=logits.device)
     probs = scores.masked_fill(rank >= most, -torch.inf).softmax(-1)

@@ -235,9 +235,9 @@ assert all(row["us_block_lists"] >= keys[-2]["us_block_lists"] for row in keys[:
 # naming alone, without a look-up. Tuples of Python integers would save the conversion of lists, but need
 # several times the memory, and `1`, `1.0` and `True` are one key to Python. We intern bytes.
 #
-# Two things remain for which a digest is right. A key that leaves the process, to a router or another
+# One thing remains for which a digest is right. A key that leaves the process, to a router or another
 # machine, has to mean the same everywhere, so it is a SHA-256 chain, computed when somebody asks.
-# And the numbers must never be used twice, or an old key would name new content.
+# And a rule for the numbers: none is ever used twice, or an old key would name new content.
 #
 # ## Bytes that mean one thing
 #
@@ -371,7 +371,7 @@ assert len({encode_parts([pair]) for pair in pairs}) == len(pairs)
 # | `parent`, `chunk` | what it names: the node (or root) before it, and its own bytes |
 # | `behind` | what follows: nothing, one node, or a dictionary of several by their bytes |
 # | `block`, `twins` | the block that holds its K/V, -1 for none, and further ones |
-# | `trail` | a long walk that began here: tokens, and the nodes they led to |
+# | `trail` | the longest walk that began here of late: tokens, and the nodes they led to |
 # | `id` | its number, given when somebody first asks, never used again |
 # | `digest` | its SHA-256, once somebody has asked for it |
 #
@@ -513,7 +513,10 @@ class KeyTree(KeyTree):  # type: ignore
         at = int(differ.argmax())
         shared = nodes[: (at if differ[at] else length) // block_size]
         blocks = [node.block for node in shared]
-        return shared[: blocks.index(-1)] if -1 in blocks else shared
+        if -1 in blocks:  # a trail keeps nodes alive: not beyond what it led to
+            shared = shared[: blocks.index(-1)]
+            first.trail = (before[: len(shared) * block_size].copy(), shared) if shared else None
+        return list(shared)
 
     def digest(self, above: Node | bytes, block_size: int) -> bytes:
         """SHA-256 of a node or root, the same in every process; kept with the node once made."""
@@ -565,8 +568,8 @@ def prompt_digests(root: bytes, tokens: Tokens, block_size: int) -> list[str]:
 
 # %% [markdown]
 # `ride` is the one optimisation. Most prompts begin like an earlier prompt, for thousands of tokens. Walking block
-# by block puts 125 questions to the dictionary for what one comparison of two arrays can tell. So the first
-# block of a long walk remembers it, and the next prompt rides along as far as its tokens are the same.
+# by block asks 125 times what one comparison of two arrays can tell. So the first
+# block of a walk remembers it, and the next prompt rides along as far as its tokens are the same.
 # It is exact: a node's name never changes, and nodes that lost their block end the ride.
 #
 # ## Which block has which name
@@ -935,6 +938,8 @@ class PrefixCache(PrefixCache):  # type: ignore
         self, above: Node | bytes, tokens: Tokens, ids: BlockIds, parts: Parts = NO_PARTS
     ) -> Node | bytes:
         """`publish` for those who hold nodes: behind `above`, a node or a root; the last node."""
+        if isinstance(above, Node) and self.names.tree.find(above.parent, above.chunk) is not above:
+            raise ValueError("above: a node that is gone")
         names, places = self.names, places_of(ids, self.pool.num_blocks)
         chunks = filled_chunks(tokens, self.block_size, len(places), parts)
         names.refuse(places, known_chain(names.tree, above, chunks))
@@ -1094,7 +1099,7 @@ def give_back(manager: BlockManager, row: int) -> None:
 # %% [markdown]
 # `publish_full` is for prefills, chunk by chunk: it publishes what is full and known, each block once. Where the chunks
 # ended leaves no trace in the keys. `publish_filled` does the same for a batch of decoding rows. Both know from the tables that
-# the blocks are in use, so they skip the checks of `publish`. Blocks
+# the blocks are in use, so where none has a name yet they skip the checks of `publish`. Blocks
 # are published when their step is *scheduled*, before the bytes exist: every layer writes the K/V of the
 # whole batch before it attends, so a reader in the same step is right. If the step fails, `forget` takes them back.
 #

@@ -259,7 +259,8 @@ class Sample:
 class Group:
     """A request on its way; its samples are admitted, preempted and aborted together.
 
-    `serial` numbers arrivals, `root` is where the keys of its blocks begin.
+    `serial` numbers arrivals, `root` is where the keys of its blocks begin, `generation` is the
+    cache's when its K/V began: only then may they be found.
     """
 
     id: Hashable
@@ -272,6 +273,7 @@ class Group:
     first_token_at: float | None = None
     hit_tokens: int = 0
     preemptions: int = 0
+    generation: int = 0
 
     def __post_init__(self) -> None:
         self.order = (self.request.priority, self.serial)
@@ -619,11 +621,14 @@ class Residents:
 class Residents(Residents):  # type: ignore
     def seat(self, row: int, group: Group, sample: Sample, published: int = 0) -> None:
         """Give the open `row` its tenant; its first `published` blocks are known by their keys."""
-        self.rows.bind(row, group, sample, published)
         self.above[row] = group.root
-        if published and self.cache is not None:
+        if self.cache is not None and group.generation != self.cache.generation:
+            published = NEVER
+        elif published and self.cache is not None:
             node = self.cache.names.named[self.manager.tables.table.item(row, published - 1)]
             self.above[row] = group.root if node is None else node
+            published = NEVER if node is None else published
+        self.rows.bind(row, group, sample, published)
         self.running = np.append(self.running, row)
         self.opened[row] = self.whole[row] = None
 
@@ -667,6 +672,8 @@ class Residents(Residents):  # type: ignore
         Returns: the row.  Raises OutOfBlocks, with nothing changed.
         """
         manager, (sample, *others) = self.manager, group.live()
+        keep_up(self)
+        group.generation = self.generation
         if self.cache is None:
             row, hit = manager.add(num_tokens), 0
         else:
@@ -751,14 +758,19 @@ def advance(home: Residents, rows: Ints, ends: Ints, turn: Turn) -> None:
 # of generated tokens when the last of these is committed.
 
 # %% tags=["export:residents"]
+def keep_up(home: Residents) -> None:
+    """After a reset of the cache: what the rows hold from before is never to be found."""
+    if home.cache is not None and home.cache.generation != home.generation:
+        home.rows.published[home.running] = NEVER
+        home.generation = home.cache.generation
+
+
 def publish(home: Residents, rows: Ints, ends: NDArray[np.integer[Any]]) -> None:
     """Make the full blocks of the first `ends` tokens findable, where `rows` have new ones."""
     cache, state, size = home.cache, home.rows, home.manager.block_size
     if cache is None:
         return
-    if cache.generation != home.generation:  # K/V from before a reset: never to be found
-        state.published[home.running] = NEVER
-        home.generation = cache.generation
+    keep_up(home)
     full = ends // size
     due = (full > state.published[rows]).nonzero()[0]
     if not len(due):

@@ -261,6 +261,12 @@ def write_kernel(
     tl.store(values + to_value, value.to(values.dtype.element_ty), mask=ok)
 
 # %% tags=["export:kernels_cache", "hide-input"]
+def is_index(*tensors: Tensor | None) -> bool:
+    """Whether all are contiguous integers, as kernels read them; None is left out."""
+    given = [t for t in tensors if t is not None]
+    return all(t.dtype in (torch.int32, torch.int64) and t.is_contiguous() for t in given)
+
+
 def write_kv(k: Tensor, v: Tensor, slot_mapping: Tensor, keys: Tensor, values: Tensor) -> None:
     """Store one key and one value a token, in one launch.
 
@@ -270,9 +276,12 @@ def write_kv(k: Tensor, v: Tensor, slot_mapping: Tensor, keys: Tensor, values: T
     Changes the named slots and nothing else.  On a GPU it neither waits nor allocates.
     Raises: ValueError where the shapes or strides do not fit.
     """
-    if k.shape != v.shape or k.shape[1:] != keys.shape[2:] or len(slot_mapping) != len(k):
-        shapes = [tuple(t.shape) for t in (k, v, slot_mapping, keys)]
-        raise ValueError(f"k, v, slot_mapping, keys: shapes {shapes} do not fit each other")
+    same = k.shape == v.shape and keys.shape == values.shape and k.shape[1:] == keys.shape[2:]
+    if not same or slot_mapping.shape != k.shape[:1]:
+        shapes = [tuple(t.shape) for t in (k, v, slot_mapping, keys, values)]
+        raise ValueError(f"k, v, slot_mapping, keys, values: {shapes} do not fit each other")
+    if not is_index(slot_mapping):
+        raise ValueError("slot_mapping: contiguous integers are needed")
     if any(t.stride(-1) != 1 for t in (k, v, keys, values)):
         raise ValueError("k, v, keys, values: the numbers of a head are not contiguous")
     block_size, (heads, size) = keys.shape[1], k.shape[1:]
@@ -342,8 +351,11 @@ def copy_kv_blocks(
     `tensor_addresses`: given, nothing is allocated.  Changes the destinations only.
     Raises: ValueError where the tensors are not alike, or a block is no multiple of 8 bytes.
     """
-    if any(t.shape != tensors[0].shape or not t.is_contiguous() for t in tensors):
-        raise ValueError("tensors: contiguous ones of one shape are needed")
+    alike = {(t.shape, t.dtype) for t in tensors}
+    if len(alike) != 1 or not all(t.is_contiguous() for t in tensors):
+        raise ValueError("tensors: contiguous ones of one shape and type are needed")
+    if addresses is not None and (len(addresses), addresses.dtype) != (len(tensors), torch.int64):
+        raise ValueError("addresses: those of other tensors")
     if tensors[0][:1].nbytes % 8 or any(t.data_ptr() % 16 for t in tensors):
         raise ValueError("tensors: aligned ones, with blocks of whole 8-byte words, are needed")
     if pairs.ndim != 2 or pairs.shape[1] != 2:
@@ -852,8 +864,8 @@ class DecodePlan(DecodePlan):  # type: ignore
         if seq_lens.shape != (self.batch,) or seq_lens.dtype != torch.int32:
             said = f"{tuple(seq_lens.shape)}, {seq_lens.dtype}"
             raise ValueError(f"seq_lens: {said}; int32 [{self.batch}] is needed")
-        if not all(t.is_contiguous() for t in (seq_lens, rows) if t is not None):
-            raise ValueError("seq_lens, rows: contiguous ones are needed")
+        if not is_index(seq_lens, rows) or (rows is not None and rows.shape != (self.batch,)):
+            raise ValueError(f"seq_lens, rows: contiguous integers [{self.batch}] are needed")
         if runs_kernels(self.device):
             size = next_pow2(self.batch)
             chunk = max(1, min(16, 8192 // size))
@@ -1394,11 +1406,15 @@ def launch_reduce(plan: DecodePlan, sinks: Tensor | None, output: Tensor, lse: T
 
 # %% tags=["export:kernels", "hide-input"]
 def check_buffers(
-    query: Tensor, block_table: Tensor, sinks: Tensor | None, output: Tensor | None,
-    lse: Tensor | None,
+    query: Tensor, block_table: Tensor, num_rows: int, softcap: float | None,
+    sinks: Tensor | None, output: Tensor | None, lse: Tensor | None,
 ) -> None:
-    """ValueError where a kernel would read or write beside one of these tensors."""
+    """ValueError where a kernel would read or write beside a tensor, or softcap is no cap."""
     tokens, heads, _ = query.shape
+    if len(block_table) < num_rows:
+        raise ValueError(f"block_table: {len(block_table)} rows for {num_rows} sequences")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap = {softcap}: more than 0, or None, is needed")
     if block_table.dtype != torch.int32 or block_table.ndim != 2 or block_table.stride(1) != 1:
         raise ValueError("block_table: int32 [num_rows, max_blocks], rows contiguous, is needed")
     if sinks is not None and (sinks.shape != (heads,) or not sinks.is_contiguous()):
@@ -1430,8 +1446,8 @@ def check_decode(
         raise ValueError(f"seq_lens: int32 [{batch}] is needed, not {seq_lens.dtype}")
     if rows is not None and rows.shape != (batch,):
         raise ValueError(f"rows: {tuple(rows.shape)}, not one a sequence ({batch})")
-    if not all(t.is_contiguous() for t in (seq_lens, rows) if t is not None):
-        raise ValueError("seq_lens, rows: contiguous ones are needed")
+    if not is_index(seq_lens, rows):
+        raise ValueError("seq_lens, rows: contiguous integers are needed")
     if window is not None and window < 1:
         raise ValueError(f"window = {window}: a token sees itself, so 1 or more is needed")
     if plan is not None:
@@ -1461,8 +1477,8 @@ def decode_attention(
     and ids are not looked at there: a wrong id reads a wrong block.
     """
     check_decode(query, keys, values, seq_lens, rows, window, plan)
-    check_buffers(query, block_table, sinks, output, lse)
     batch, heads, size = query.shape
+    check_buffers(query, block_table, 0 if rows is not None else batch, softcap, sinks, output, lse)
     if not runs_kernels(query.device):
         cu = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
         made, sums = paged_attention(query, keys, values, block_table, cu, seq_lens, rows=rows,
@@ -1658,7 +1674,7 @@ us = {(b["block_size"], b["order"]): b["us"] for b in sweep}
 sizes = sorted({size for size, _ in us})
 fig, ax = plt.subplots(figsize=(7, 3.6))
 for order in ("scattered", "in order"):
-    ax.plot(sizes, [us[size, order] for size in sizes], marker="o", label=order)
+    ax.plot(sizes, [us[size, order] for size in sizes], marker="o", label=order, clip_on=False)
 ax.axhline(cases["64x4096"]["read_us"], color="black", linewidth=0.8, label="plain read")
 ax.set(xscale="log", xlabel="block size, tokens", ylabel="us", ylim=(0, None))
 ax.legend(fontsize=8)

@@ -28,7 +28,7 @@ from paged_kv.attention import paged_attention
 from paged_kv.decode_plan import DecodePlan
 from paged_kv.decode_tiles import soft_cap
 from paged_kv.kernels import check_buffers, decode_attention
-from paged_kv.kernels_cache import write_kv
+from paged_kv.kernels_cache import is_index, write_kv
 from paged_kv.kv_store import KVStore
 from paged_kv.packed_batch import PackedBatch
 from paged_kv.sizing import KVSpec
@@ -333,8 +333,8 @@ class PrefillPlan:
         counts = (len(cu_seqlens) - 1, len(seq_lens), self.num_seqs if rows is None else len(rows))
         if counts != (self.num_seqs,) * 3:
             raise ValueError(f"cu_seqlens, seq_lens, rows: of {counts}, not {self.num_seqs}")
-        if not all(t.is_contiguous() for t in (cu_seqlens, seq_lens, rows) if t is not None):
-            raise ValueError("cu_seqlens, seq_lens, rows: contiguous ones are needed")
+        if not is_index(cu_seqlens, seq_lens, rows) or cu_seqlens.ndim + seq_lens.ndim != 2:
+            raise ValueError("cu_seqlens, seq_lens, rows: contiguous integers are needed")
         if runs_kernels(self.device):
             size = next_pow2(self.num_seqs)
             chunk = max(1, min(16, 8192 // size))
@@ -694,12 +694,13 @@ def prefill_attention(
     """
     (tokens, heads, size), kv_heads = query.shape, keys.shape[2]
     scale = size**-0.5 if scale is None else scale
+    num_rows = len(seq_lens) if plan is None and rows is None else 0
     if plan is None:
         plan = PrefillPlan(len(seq_lens), tokens, heads, kv_heads, size, query.device,
                            dtype=keys.dtype)
         plan.update(cu_seqlens, seq_lens, rows)
     check_prefill(query, keys, values, plan, window, scale)
-    check_buffers(query, block_table, sinks, output, lse)
+    check_buffers(query, block_table, num_rows, softcap, sinks, output, lse)
     output = torch.empty_like(query) if output is None else output
     lse = torch.empty(tokens, heads, device=query.device) if lse is None else lse
     launch_prefill(plan, query, keys, values, block_table, scale, window, softcap, sinks,

@@ -448,6 +448,7 @@ if TYPE_CHECKING:
     from paged_kv.kernels_cache import (
         copy_kernel,
         copy_kv_blocks,
+        is_index,
         tensor_addresses,
         write_kernel,
         write_kv,
@@ -501,7 +502,7 @@ if TYPE_CHECKING:
         stored_model,
     )
     from paged_kv.packed_batch import PackedBatch, pack
-    from paged_kv.packed_products import PackedProduct, PackedProducts, can_pack
+    from paged_kv.packed_products import PackedProduct, PackedProducts, bits_of, can_pack, state_of
     from paged_kv.preemption import (
         Candidate,
         Costs,
@@ -581,6 +582,7 @@ if TYPE_CHECKING:
         Residents,
         Saved,
         branch,
+        keep_up,
         new_cells,
         publish,
         publish_one_each,
@@ -868,6 +870,7 @@ __all__ = [
     "bench_command",
     "bench_report",
     "bench_rows",
+    "bits_of",
     "block_letters",
     "blocks_for",
     "blocks_freed",
@@ -1024,6 +1027,7 @@ __all__ = [
     "in_seconds",
     "interpreted",
     "is_ending",
+    "is_index",
     "is_steady",
     "jit",
     "join_chunk",
@@ -1031,6 +1035,7 @@ __all__ = [
     "join_parts",
     "keep_pace",
     "keep_row",
+    "keep_up",
     "key_blocks",
     "key_range",
     "key_rows",
@@ -1233,6 +1238,7 @@ __all__ = [
     "standing",
     "start",
     "start_sums",
+    "state_of",
     "stated_lengths",
     "stats_line",
     "step_beams",
@@ -1458,6 +1464,7 @@ _HOME = {
     "bench_command": "bench_cli",
     "bench_report": "bench_run",
     "bench_rows": "bench_cli",
+    "bits_of": "packed_products",
     "block_letters": "live_view",
     "blocks_for": "sizing",
     "blocks_freed": "ledger",
@@ -1614,6 +1621,7 @@ _HOME = {
     "in_seconds": "bench_cli",
     "interpreted": "triton_device",
     "is_ending": "ledger",
+    "is_index": "kernels_cache",
     "is_steady": "scheduler",
     "jit": "triton_device",
     "join_chunk": "decode_parts",
@@ -1621,6 +1629,7 @@ _HOME = {
     "join_parts": "decode_parts",
     "keep_pace": "scheduler",
     "keep_row": "shape_kernels",
+    "keep_up": "residents",
     "key_blocks": "prefill_tiles",
     "key_range": "prefill_tiles",
     "key_rows": "prefill_tiles",
@@ -1823,6 +1832,7 @@ _HOME = {
     "standing": "liveness",
     "start": "command",
     "start_sums": "decode_parts",
+    "state_of": "packed_products",
     "stated_lengths": "cli",
     "stats_line": "serve_cli",
     "step_beams": "beams",

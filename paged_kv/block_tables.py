@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from paged_kv.block_pool import FEW, BlockPool
+from paged_kv.block_pool import FEW, BlockPool, checked_ids
 from paged_kv.sizing import at_least
 
 TokenCounts: TypeAlias = int | NDArray[np.integer[Any]]  # one for all rows, or one a row
@@ -61,9 +61,8 @@ class BlockTables:
     def extend(self, row: int, ids: Sequence[int]) -> None:
         """Put `ids` behind the last block of `row`."""
         self._check_open(row)
+        ids = checked_ids(ids, 2**31)
         end = (start := int(self.num_blocks[row])) + len(ids)
-        if len({*ids, -1}) <= len(ids) or (len(ids) and np.asarray(ids).dtype.kind not in "iu"):
-            raise ValueError(f"ids: {list(ids)} are no blocks, or one is named twice")
         if end > self.table.shape[1]:
             raise ValueError(f"ids: {end} blocks, but a row has {self.table.shape[1]} entries")
         self.table[row, start:end], self.num_blocks[row] = ids, end

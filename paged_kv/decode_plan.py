@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from paged_kv.decode_shares import plan_kernel
+from paged_kv.kernels_cache import is_index
 from paged_kv.triton_device import Limits, limits_of, next_pow2, runs_kernels, triton
 
 RECORD = 8  # integers a program: its tiles, first sequence, that one's tiles, length, rows
@@ -156,8 +157,8 @@ class DecodePlan:
         if seq_lens.shape != (self.batch,) or seq_lens.dtype != torch.int32:
             said = f"{tuple(seq_lens.shape)}, {seq_lens.dtype}"
             raise ValueError(f"seq_lens: {said}; int32 [{self.batch}] is needed")
-        if not all(t.is_contiguous() for t in (seq_lens, rows) if t is not None):
-            raise ValueError("seq_lens, rows: contiguous ones are needed")
+        if not is_index(seq_lens, rows) or (rows is not None and rows.shape != (self.batch,)):
+            raise ValueError(f"seq_lens, rows: contiguous integers [{self.batch}] are needed")
         if runs_kernels(self.device):
             size = next_pow2(self.batch)
             chunk = max(1, min(16, 8192 // size))

@@ -12,6 +12,7 @@ from paged_kv.attention import paged_attention
 from paged_kv.decode_kernels import decode_kernel
 from paged_kv.decode_parts import reduce_kernel
 from paged_kv.decode_plan import DecodePlan, Tiles
+from paged_kv.kernels_cache import is_index
 from paged_kv.triton_device import interpreted, next_pow2, runs_kernels, triton
 
 
@@ -135,12 +136,18 @@ def launch_reduce(plan: DecodePlan, sinks: Tensor | None, output: Tensor, lse: T
 def check_buffers(
     query: Tensor,
     block_table: Tensor,
+    num_rows: int,
+    softcap: float | None,
     sinks: Tensor | None,
     output: Tensor | None,
     lse: Tensor | None,
 ) -> None:
-    """ValueError where a kernel would read or write beside one of these tensors."""
+    """ValueError where a kernel would read or write beside a tensor, or softcap is no cap."""
     tokens, heads, _ = query.shape
+    if len(block_table) < num_rows:
+        raise ValueError(f"block_table: {len(block_table)} rows for {num_rows} sequences")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap = {softcap}: more than 0, or None, is needed")
     if block_table.dtype != torch.int32 or block_table.ndim != 2 or block_table.stride(1) != 1:
         raise ValueError("block_table: int32 [num_rows, max_blocks], rows contiguous, is needed")
     if sinks is not None and (sinks.shape != (heads,) or not sinks.is_contiguous()):
@@ -177,8 +184,8 @@ def check_decode(
         raise ValueError(f"seq_lens: int32 [{batch}] is needed, not {seq_lens.dtype}")
     if rows is not None and rows.shape != (batch,):
         raise ValueError(f"rows: {tuple(rows.shape)}, not one a sequence ({batch})")
-    if not all(t.is_contiguous() for t in (seq_lens, rows) if t is not None):
-        raise ValueError("seq_lens, rows: contiguous ones are needed")
+    if not is_index(seq_lens, rows):
+        raise ValueError("seq_lens, rows: contiguous integers are needed")
     if window is not None and window < 1:
         raise ValueError(f"window = {window}: a token sees itself, so 1 or more is needed")
     if plan is not None:
@@ -219,8 +226,8 @@ def decode_attention(
     and ids are not looked at there: a wrong id reads a wrong block.
     """
     check_decode(query, keys, values, seq_lens, rows, window, plan)
-    check_buffers(query, block_table, sinks, output, lse)
     batch, heads, size = query.shape
+    check_buffers(query, block_table, 0 if rows is not None else batch, softcap, sinks, output, lse)
     if not runs_kernels(query.device):
         cu = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
         made, sums = paged_attention(

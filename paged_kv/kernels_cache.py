@@ -52,6 +52,12 @@ def write_kernel(
     tl.store(values + to_value, value.to(values.dtype.element_ty), mask=ok)
 
 
+def is_index(*tensors: Tensor | None) -> bool:
+    """Whether all are contiguous integers, as kernels read them; None is left out."""
+    given = [t for t in tensors if t is not None]
+    return all(t.dtype in (torch.int32, torch.int64) and t.is_contiguous() for t in given)
+
+
 def write_kv(k: Tensor, v: Tensor, slot_mapping: Tensor, keys: Tensor, values: Tensor) -> None:
     """Store one key and one value a token, in one launch.
 
@@ -61,9 +67,12 @@ def write_kv(k: Tensor, v: Tensor, slot_mapping: Tensor, keys: Tensor, values: T
     Changes the named slots and nothing else.  On a GPU it neither waits nor allocates.
     Raises: ValueError where the shapes or strides do not fit.
     """
-    if k.shape != v.shape or k.shape[1:] != keys.shape[2:] or len(slot_mapping) != len(k):
-        shapes = [tuple(t.shape) for t in (k, v, slot_mapping, keys)]
-        raise ValueError(f"k, v, slot_mapping, keys: shapes {shapes} do not fit each other")
+    same = k.shape == v.shape and keys.shape == values.shape and k.shape[1:] == keys.shape[2:]
+    if not same or slot_mapping.shape != k.shape[:1]:
+        shapes = [tuple(t.shape) for t in (k, v, slot_mapping, keys, values)]
+        raise ValueError(f"k, v, slot_mapping, keys, values: {shapes} do not fit each other")
+    if not is_index(slot_mapping):
+        raise ValueError("slot_mapping: contiguous integers are needed")
     if any(t.stride(-1) != 1 for t in (k, v, keys, values)):
         raise ValueError("k, v, keys, values: the numbers of a head are not contiguous")
     block_size, (heads, size) = keys.shape[1], k.shape[1:]
@@ -125,8 +134,11 @@ def copy_kv_blocks(
     `tensor_addresses`: given, nothing is allocated.  Changes the destinations only.
     Raises: ValueError where the tensors are not alike, or a block is no multiple of 8 bytes.
     """
-    if any(t.shape != tensors[0].shape or not t.is_contiguous() for t in tensors):
-        raise ValueError("tensors: contiguous ones of one shape are needed")
+    alike = {(t.shape, t.dtype) for t in tensors}
+    if len(alike) != 1 or not all(t.is_contiguous() for t in tensors):
+        raise ValueError("tensors: contiguous ones of one shape and type are needed")
+    if addresses is not None and (len(addresses), addresses.dtype) != (len(tensors), torch.int64):
+        raise ValueError("addresses: those of other tensors")
     if tensors[0][:1].nbytes % 8 or any(t.data_ptr() % 16 for t in tensors):
         raise ValueError("tensors: aligned ones, with blocks of whole 8-byte words, are needed")
     if pairs.ndim != 2 or pairs.shape[1] != 2:

@@ -225,13 +225,14 @@ def prefill_attention(
     """
     (tokens, heads, size), kv_heads = query.shape, keys.shape[2]
     scale = size**-0.5 if scale is None else scale
+    num_rows = len(seq_lens) if plan is None and rows is None else 0
     if plan is None:
         plan = PrefillPlan(
             len(seq_lens), tokens, heads, kv_heads, size, query.device, dtype=keys.dtype
         )
         plan.update(cu_seqlens, seq_lens, rows)
     check_prefill(query, keys, values, plan, window, scale)
-    check_buffers(query, block_table, sinks, output, lse)
+    check_buffers(query, block_table, num_rows, softcap, sinks, output, lse)
     output = torch.empty_like(query) if output is None else output
     lse = torch.empty(tokens, heads, device=query.device) if lse is None else lse
     launch_prefill(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paged_kv.kernels_cache import is_index
 from paged_kv.triton_device import Limits, jit, limits_of, next_pow2, runs_kernels, tl, triton
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -156,8 +157,8 @@ class PrefillPlan:
         counts = (len(cu_seqlens) - 1, len(seq_lens), self.num_seqs if rows is None else len(rows))
         if counts != (self.num_seqs,) * 3:
             raise ValueError(f"cu_seqlens, seq_lens, rows: of {counts}, not {self.num_seqs}")
-        if not all(t.is_contiguous() for t in (cu_seqlens, seq_lens, rows) if t is not None):
-            raise ValueError("cu_seqlens, seq_lens, rows: contiguous ones are needed")
+        if not is_index(cu_seqlens, seq_lens, rows) or cu_seqlens.ndim + seq_lens.ndim != 2:
+            raise ValueError("cu_seqlens, seq_lens, rows: contiguous integers are needed")
         if runs_kernels(self.device):
             size = next_pow2(self.num_seqs)
             chunk = max(1, min(16, 8192 // size))

@@ -143,6 +143,8 @@ class PrefixCache:
         self, above: Node | bytes, tokens: Tokens, ids: BlockIds, parts: Parts = NO_PARTS
     ) -> Node | bytes:
         """`publish` for those who hold nodes: behind `above`, a node or a root; the last node."""
+        if isinstance(above, Node) and self.names.tree.find(above.parent, above.chunk) is not above:
+            raise ValueError("above: a node that is gone")
         names, places = self.names, places_of(ids, self.pool.num_blocks)
         chunks = filled_chunks(tokens, self.block_size, len(places), parts)
         names.refuse(places, known_chain(names.tree, above, chunks))

@@ -220,7 +220,10 @@ class KeyTree:
         at = int(differ.argmax())
         shared = nodes[: (at if differ[at] else length) // block_size]
         blocks = [node.block for node in shared]
-        return shared[: blocks.index(-1)] if -1 in blocks else shared
+        if -1 in blocks:  # a trail keeps nodes alive: not beyond what it led to
+            shared = shared[: blocks.index(-1)]
+            first.trail = (before[: len(shared) * block_size].copy(), shared) if shared else None
+        return list(shared)
 
     def digest(self, above: Node | bytes, block_size: int) -> bytes:
         """SHA-256 of a node or root, the same in every process; kept with the node once made."""

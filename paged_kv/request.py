@@ -154,7 +154,8 @@ class Sample:
 class Group:
     """A request on its way; its samples are admitted, preempted and aborted together.
 
-    `serial` numbers arrivals, `root` is where the keys of its blocks begin.
+    `serial` numbers arrivals, `root` is where the keys of its blocks begin, `generation` is the
+    cache's when its K/V began: only then may they be found.
     """
 
     id: Hashable
@@ -167,6 +168,7 @@ class Group:
     first_token_at: float | None = None
     hit_tokens: int = 0
     preemptions: int = 0
+    generation: int = 0
 
     def __post_init__(self) -> None:
         self.order = (self.request.priority, self.serial)

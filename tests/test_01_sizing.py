@@ -189,6 +189,9 @@ def test_numpys_integers_do_not_overflow() -> None:
     narrow = KVSpec(*(np.int16(value) for value in (32, 8, 128)), dtype="fp16")
     assert narrow == KVSpec(32, 8, 128, "fp16")
     assert type(narrow.bytes_per_token) is int
+    assert BIG.bytes_for(np.int32(20_000)) == 20_000 * 327_680
+    assert blocks_for(np.uint8(100), 16) == 7
+    assert capacity(BIG, 50 * GiB, np.int32(300), np.int32(4096)) == capacity(BIG, 50 * GiB, 300, 4096)
 
 
 @pytest.mark.parametrize(

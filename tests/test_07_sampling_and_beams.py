@@ -120,6 +120,8 @@ class TestSampling:
             ("temperature", True),
             ("top_p", True),
             ("temperature", float("nan")),
+            ("temperature", 1e-39),
+            ("top_p", 1e-46),
         ],
     )
     def test_bad_parameters_are_named(self, name, value):

@@ -483,8 +483,19 @@ class TestForget:
         assert len(cache.match(b"", PROMPT)) == 3
         first = cache.names.named[0]
         assert first.trail is not None
+        cache.forget([1, 2])
+        assert cache.match(b"", PROMPT) == [0]
+        assert first.trail is not None and first.trail[1] == [first], "cut where the walk now ends"
         cache.forget(range(8))
         assert first.trail is None
+
+    def test_nothing_is_named_behind_a_node_that_is_gone(self):
+        manager, cache = setup(8)
+        serve(manager, cache, PROMPT)
+        node = cache.names.named[0]
+        cache.forget(range(8))
+        row = manager.add(4)
+        refused(manager, cache, ValueError, "above", cache.publish_behind, node, PROMPT[:4], manager.tables.ids(row))
 
     def test_reset(self):
         manager, cache = setup(8, events=True)

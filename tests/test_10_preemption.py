@@ -552,3 +552,66 @@ def test_the_real_model_answers_alike_in_a_pool_that_is_far_too_small(request: p
     tight = serve(14, relief)
     assert tight == roomy
     assert min(reliefs[0].events[method] for method in ("recompute", "swap")) >= 10, reliefs[0].events
+
+
+# ------------------------------------------------------------------------------------------ resets
+
+
+def findable(cache: PrefixCache) -> list[int]:
+    """The blocks that have a name."""
+    return [block for block, node in enumerate(cache.names.named) if node is not None]
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_what_was_written_before_a_reset_is_never_found(seed: int) -> None:
+    """Samples that branch, chunks, preemption by recompute, resets at any step: by the epochs of the blocks."""
+    rng = np.random.default_rng(seed)
+    manager = BlockManager(int(rng.integers(16, 40)), 4, 8, 64)
+    cache = PrefixCache(manager.pool, 4)
+    scheduler = Scheduler(manager, cache, token_budget=int(rng.integers(5, 30)))
+    for _ in range(6):
+        prompt = rng.integers(0, 3, rng.integers(1, 20))
+        scheduler.submit(Request(prompt, int(rng.integers(1, 12)), n=int(rng.integers(1, 4))))
+    before: np.ndarray[Any, Any] = np.full(manager.pool.num_blocks, -1)
+    while (plan := scheduler.schedule()) is not None:
+        if rng.random() < 0.15:
+            cache.reset()
+            before = manager.pool.epoch.copy()
+            assert not findable(cache)
+        scheduler.commit(plan, rng.integers(0, 3, len(plan.sample_rows)))
+        blocks = findable(cache)
+        assert (manager.pool.epoch[blocks] > before[blocks]).all(), "K/V from before the reset"
+        scheduler.check()
+
+
+def test_what_was_swapped_before_a_reset_is_not_found_after_it() -> None:
+    manager = BlockManager(12, 4, 8, 64)
+    cache = PrefixCache(manager.pool, 4)
+    relief = Preemption(manager, 64, Costs(1, 1e12, 1.0))
+    scheduler = Scheduler(manager, cache, token_budget=64, relief=relief)
+    for start in (10, 40):
+        scheduler.submit(Request(list(range(start, start + 20)), 20))
+    resets = 0
+    while (plan := scheduler.schedule()) is not None:
+        scheduler.commit(plan, np.full(len(plan.sample_rows), 100 + plan.step))
+        if scheduler.counts["swapped"] and not resets:
+            cache.reset()
+            resets = 1
+        if relief.events["restore"]:
+            break
+    assert (resets, relief.events["restore"]) == (1, 1)
+    for start in (10, 40):
+        assert cache.match(b"", [*range(start, start + 20), 0]) == []
+    scheduler.check()
+
+
+def test_the_first_request_after_a_reset_is_published() -> None:
+    manager = BlockManager(64, 4, 8, 64)
+    cache = PrefixCache(manager.pool, 4)
+    scheduler = Scheduler(manager, cache, token_budget=64)
+    for _ in range(2):
+        cache.reset()
+        scheduler.submit(Request(list(range(20)), 3))
+        while (plan := scheduler.schedule()) is not None:
+            scheduler.commit(plan, np.full(len(plan.sample_rows), 7))
+        assert len(cache.match(b"", [*range(20), 0])) == 5

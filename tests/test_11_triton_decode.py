@@ -256,6 +256,9 @@ def test_bad_arguments_are_named() -> None:
     refused("rows", *good, rows=torch.zeros(3, dtype=torch.int32))
     refused("contiguous", *good, rows=torch.zeros(4, dtype=torch.int32)[::2])
     refused("contiguous", *good[:4], torch.ones(4, dtype=torch.int32)[::2])
+    refused("contiguous", *good, rows=torch.zeros(2))
+    refused("1 rows for 2", *good[:3], case.table[:1], case.lens)
+    refused("softcap = 0", *good, softcap=0.0)
     refused("sinks", *good, sinks=torch.zeros(2))
     refused("output", *good, output=torch.empty(2, 2, 32))
     refused("lse", *good, lse=torch.empty(2, 2))
@@ -265,7 +268,19 @@ def test_bad_arguments_are_named() -> None:
         write_kv(k, k, torch.zeros(2, dtype=torch.int64), case.keys, case.values)
     with pytest.raises(ValueError, match="numbers of a head"):
         write_kv(torch.zeros(3, 2, 64)[..., ::2], k, torch.zeros(3, dtype=torch.int64), case.keys, case.values)
+    slots = torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(ValueError, match="do not fit"):
+        write_kv(k, k, slots, case.keys, case.values[:1])
+    for bad in (torch.zeros(6, dtype=torch.int64)[::2], slots.float()):
+        with pytest.raises(ValueError, match="slot_mapping"):
+            write_kv(k, k, bad, case.keys, case.values)
+    with pytest.raises(ValueError, match="seq_lens, rows"):
+        DecodePlan(2, 4, 2, 32, "cpu").update(case.lens, torch.zeros(1, dtype=torch.int32))
     none = torch.zeros(0, 2, dtype=torch.int64)
+    with pytest.raises(ValueError, match="one shape and type"):
+        copy_kv_blocks([torch.zeros(4, 8), torch.zeros(4, 8).bfloat16()], none, ordered=True)
+    with pytest.raises(ValueError, match="addresses"):
+        copy_kv_blocks([torch.zeros(4, 8)], none, ordered=True, addresses=tensor_addresses([k, k]))
     for blocks in (torch.zeros(4, 1, 3, dtype=torch.float16), torch.zeros(5, 4, dtype=torch.float16)[1:]):
         with pytest.raises(ValueError, match="8-byte words"):
             copy_kv_blocks([blocks], none, ordered=True)

@@ -236,6 +236,8 @@ def test_bad_arguments_are_named() -> None:
         "output": {"options": {"output": torch.zeros(3, 2, 32)}},
         "lse": {"options": {"lse": torch.zeros(3, 2)}},
         "sinks": {"options": {"sinks": torch.zeros(3)}},
+        "softcap = 0": {"options": {"softcap": 0.0}},
+        "contiguous integers": {"options": {"rows": torch.zeros(len(case.rows))}},
     }.items():
         step = (change.get("query", case.query), *case.step[1:])
         if wrong == "head size":

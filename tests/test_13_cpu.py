@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -160,6 +161,41 @@ def test_packed_products_are_the_products_and_notice_new_weights() -> None:
     copy = packed.copy
     packed.renew()
     assert packed.copy is copy, "nothing changed, so nothing is copied"
+
+
+def test_packed_products_survive_what_is_done_to_a_model() -> None:
+    model = small()
+    products, layer, x = PackedProducts(model), model.model.layers[0], torch.randn(2, 512)
+
+    def right(part: torch.nn.Linear) -> None:
+        plain = part.weight @ x[0] + (0 if part.bias is None else part.bias)
+        with torch.inference_mode(), products.on(), products.on():
+            torch.testing.assert_close(part(x)[0], plain, atol=1e-3, rtol=1e-4)
+        assert "forward" not in vars(part)
+
+    own = layer.self_attn
+    own.o_proj.weight.data = own.o_proj.weight.data.t().contiguous()
+    right(own.o_proj)
+    own.o_proj.weight.data = own.o_proj.weight.data.t()  # the same memory, read otherwise
+    right(own.o_proj)
+    own.q_proj.bias = torch.nn.Parameter(torch.ones(own.q_proj.out_features))
+    right(own.q_proj)
+    own.q_proj.bias = None
+    right(own.q_proj)
+    model.model.layers[1].self_attn.k_proj = own.k_proj  # one layer in two places
+    right(own.k_proj)
+    model.bfloat16()
+    with products.on():
+        assert products.packed == []
+
+
+def test_two_engines_in_two_threads_over_one_model() -> None:
+    model = small()
+    engines = [Engine(model, num_blocks=32) for _ in "ab"]
+    want = [answer.texts[0].token_ids for answer in engines[0].generate([[3, 4, 5]] * 3, 12)]
+    with ThreadPoolExecutor(2) as pool:
+        for runs in pool.map(lambda engine: [engine.generate([[3, 4, 5]] * 3, 12) for _ in range(4)], engines):
+            assert all([answer.texts[0].token_ids for answer in answers] == want for answers in runs)
 
 
 @pytest.mark.parametrize("bias", [True, False])
