@@ -51,7 +51,7 @@ $(READY): pyproject.toml constraints.txt
 	test -x $(PY) || $(PYTHON) -m venv .venv || \
 	  { $(PYTHON) -m pip install -q --target .cache/virtualenv virtualenv && \
 	    rm -rf .venv && PYTHONPATH=.cache/virtualenv $(PYTHON) -m virtualenv -q .venv; }; \
-	$(PY) -m pip install -qq -c constraints.txt -e ".[test,bench]"; \
+	$(PY) -m pip install -qq -c constraints.txt --config-settings editable_mode=compat -e ".[test,bench]"; \
 	touch $@
 
 $(MODEL)/.ready: tools/fetch_model.py | $(READY)

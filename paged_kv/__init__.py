@@ -133,6 +133,7 @@ if TYPE_CHECKING:
         in_seconds,
         make_load,
         run_bench,
+        run_through,
         whole_report,
     )
     from paged_kv.bench_load import (
@@ -1211,6 +1212,7 @@ __all__ = [
     "run_moves",
     "run_plan",
     "run_program",
+    "run_through",
     "runs_kernels",
     "sample",
     "sample_texts",
@@ -1805,6 +1807,7 @@ _HOME = {
     "run_moves": "host_pool",
     "run_plan": "simulate",
     "run_program": "check_programs",
+    "run_through": "bench_cli",
     "runs_kernels": "triton_device",
     "sample": "sampling",
     "sample_texts": "delivery",

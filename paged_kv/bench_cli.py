@@ -4,6 +4,7 @@
 import json
 import math
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,6 +63,18 @@ def bench_command(
         run_bench(asked, context.info_name == "watch")
 
 
+def run_through(bench: Any, key: StopKey, seconds: float) -> None:
+    """Step until the load is served or somebody stops it, by q or an interrupt."""
+    if not bench.done:
+        until = "" if math.isinf(seconds) else f", {seconds:g} s at most"
+        said = f"serving {len(bench.load.requests)} requests{until}; --plain shows a line a second"
+        typer.echo(said, err=True)
+    with suppress(KeyboardInterrupt):
+        while not (bench.done or key.asked):
+            bench.step()
+    bench.stop()
+
+
 def run_bench(asked: dict[str, Any], watched: bool) -> None:
     """Make engine and load, run one on the other, print the report or write it."""
     if not asked["seconds"] > 0:
@@ -82,9 +95,7 @@ def run_bench(asked: dict[str, Any], watched: bool) -> None:
         if watched or asked["plain"]:
             plain = asked["plain"] or not sys.stdout.isatty()
             watch_bench(bench, plain, lambda: key.asked)
-        while not (bench.done or key.asked):
-            bench.step()
-        bench.stop()
+        run_through(bench, key, asked["seconds"])
     report = bench_report(bench)
     print_rows(f"{asked['model_name']}: {load.name}", bench_rows(report))
     if bench.first_refusal:

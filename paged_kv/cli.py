@@ -150,6 +150,9 @@ def main(arguments: list[str] | None = None) -> None:
         message = getattr(error, "format_message", None)
         if message is None:
             raise
-        typer.echo(f"paged-kv: {' '.join(message().split())}", err=True)
+        if type(error).__name__ != "NoArgsIsHelpError":  # its message is the help, as it is
+            typer.echo(f"paged-kv: {' '.join(message().split())}", err=True)
+        elif text := message():
+            typer.echo(text)
         sys.exit(2)
     sys.exit(code or 0)

@@ -4,7 +4,7 @@
 import sys
 from importlib import import_module
 
-EXTRAS = {"typer": "cli", "rich": "cli", "torch": "torch", "triton": "gpu"} | dict.fromkeys(
+EXTRAS = {"typer": "cli", "rich": "cli", "torch": "model", "triton": "gpu"} | dict.fromkeys(
     ("transformers", "tokenizers", "accelerate", "gguf", "safetensors"), "model"
 )
 
@@ -17,6 +17,6 @@ def start(arguments: list[str] | None = None) -> None:
         name = (error.name or "").partition(".")[0]
         if name not in EXTRAS:
             raise
-        hint = f"pip install 'paged_kv[{EXTRAS[name]}]'"
+        hint = f"in the repository: pip install -e '.[{EXTRAS[name]}]'"
         print(f"paged-kv: {name} is not installed; {hint}", file=sys.stderr)
         sys.exit(2)

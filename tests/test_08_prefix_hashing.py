@@ -485,7 +485,8 @@ class TestForget:
         assert first.trail is not None
         cache.forget([1, 2])
         assert cache.match(b"", PROMPT) == [0]
-        assert first.trail is not None and first.trail[1] == [first], "cut where the walk now ends"
+        assert first.trail is not None
+        assert first.trail[1] == [first], "cut where the walk now ends"
         cache.forget(range(8))
         assert first.trail is None
 

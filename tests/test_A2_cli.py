@@ -255,7 +255,7 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
         ("typer", ["--help"], "cli"),
         ("typer", ["generate", "hello"], "cli"),
         ("rich", ["size", "llama-3-8b"], "cli"),
-        ("torch", ["generate", "hello", "--model", "random:llama"], "torch"),
+        ("torch", ["generate", "hello", "--model", "random:llama"], "model"),
         ("transformers", ["generate", "hello", "--model", "random:llama"], "model"),
     ],
 )
@@ -264,7 +264,7 @@ def test_a_package_that_is_missing_is_one_line_with_the_way_to_get_it(
 ) -> None:
     code = f"import sys; sys.modules[{missing!r}] = None; from paged_kv.command import start; start(sys.argv[1:])"
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
-    assert done.stderr == f"paged-kv: {missing} is not installed; pip install 'paged_kv[{extra}]'\n"
+    assert done.stderr == f"paged-kv: {missing} is not installed; in the repository: pip install -e '.[{extra}]'\n"
     assert (done.returncode, done.stdout) == (2, "")
 
 

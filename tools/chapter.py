@@ -20,11 +20,14 @@ from sync import sync
 
 
 def bring_up_to_date(chapter: Chapter) -> list[str]:
-    """Sync, export and run a chapter; return what is still wrong with it."""
+    """Sync, export and run a chapter, name those that import what changed; return what is still wrong with it."""
     print(sync(chapter) or f"{chapter.stem}: the pair is in step")
-    for line in export(chapter.root, [chapter.name]):
+    written = export(chapter.root, [chapter.name])
+    for line in written:
         print(f"written: {line}")
     run_and_report(chapter)
+    if written and (others := dependents(chapter)):
+        print(f"depend on it: {' '.join(other.stem for other in others)}")
     return [*check_cells(chapter), *check_prose(chapter)]
 
 
@@ -35,8 +38,6 @@ def _run() -> int:
     found: list[str] = []
     for chapter in find_chapters(ROOT, options.chapters):
         found += bring_up_to_date(chapter)
-        if others := dependents(chapter):
-            print(f"depend on it: {' '.join(other.stem for other in others)}")
     if write_if_changed(ROOT / PAGE, page()):
         print(f"written: {PAGE}")
     print("\n".join(found) or "checked: nothing to mend")

@@ -732,6 +732,7 @@ def stats_line(stats: Any) -> str:
 import json
 import math
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -777,6 +778,18 @@ def bench_command(
         run_bench(asked, context.info_name == "watch")
 
 # %% tags=["export:bench_cli"]
+def run_through(bench: Any, key: StopKey, seconds: float) -> None:
+    """Step until the load is served or somebody stops it, by q or an interrupt."""
+    if not bench.done:
+        until = "" if math.isinf(seconds) else f", {seconds:g} s at most"
+        said = f"serving {len(bench.load.requests)} requests{until}; --plain shows a line a second"
+        typer.echo(said, err=True)
+    with suppress(KeyboardInterrupt):
+        while not (bench.done or key.asked):
+            bench.step()
+    bench.stop()
+
+
 def run_bench(asked: dict[str, Any], watched: bool) -> None:
     """Make engine and load, run one on the other, print the report or write it."""
     if not asked["seconds"] > 0:
@@ -797,9 +810,7 @@ def run_bench(asked: dict[str, Any], watched: bool) -> None:
         if watched or asked["plain"]:
             plain = asked["plain"] or not sys.stdout.isatty()
             watch_bench(bench, plain, lambda: key.asked)
-        while not (bench.done or key.asked):
-            bench.step()
-        bench.stop()
+        run_through(bench, key, asked["seconds"])
     report = bench_report(bench)
     print_rows(f"{asked['model_name']}: {load.name}", bench_rows(report))
     if bench.first_refusal:
@@ -1044,7 +1055,10 @@ def main(arguments: list[str] | None = None) -> None:
         message = getattr(error, "format_message", None)
         if message is None:
             raise
-        typer.echo(f"paged-kv: {' '.join(message().split())}", err=True)
+        if type(error).__name__ != "NoArgsIsHelpError":  # its message is the help, as it is
+            typer.echo(f"paged-kv: {' '.join(message().split())}", err=True)
+        elif text := message():
+            typer.echo(text)
         sys.exit(2)
     sys.exit(code or 0)
 
@@ -1059,7 +1073,7 @@ def main(arguments: list[str] | None = None) -> None:
 import sys
 from importlib import import_module
 
-EXTRAS = {"typer": "cli", "rich": "cli", "torch": "torch", "triton": "gpu"} | dict.fromkeys(
+EXTRAS = {"typer": "cli", "rich": "cli", "torch": "model", "triton": "gpu"} | dict.fromkeys(
     ("transformers", "tokenizers", "accelerate", "gguf", "safetensors"), "model"
 )
 
@@ -1072,7 +1086,7 @@ def start(arguments: list[str] | None = None) -> None:
         name = (error.name or "").partition(".")[0]
         if name not in EXTRAS:
             raise
-        hint = f"pip install 'paged_kv[{EXTRAS[name]}]'"
+        hint = f"in the repository: pip install -e '.[{EXTRAS[name]}]'"
         print(f"paged-kv: {name} is not installed; {hint}", file=sys.stderr)
         sys.exit(2)
 

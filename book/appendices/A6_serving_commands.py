@@ -103,7 +103,7 @@ TINY = KNOWN["smollm2-135m"] | {
     "hidden_size": 128, "intermediate_size": 256, "vocab_size": 260,
     "max_position_embeddings": 2048,
 }  # fmt: skip
-NO_LIBRARY = "transformers is missing; python -m pip install 'paged-kv[model]'"
+NO_LIBRARY = "transformers is missing; in the repository: pip install -e '.[model]'"
 
 # %% tags=["export:model_source"]
 def load_model(
