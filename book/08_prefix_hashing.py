@@ -568,7 +568,7 @@ def prompt_digests(root: bytes, tokens: Tokens, block_size: int) -> list[str]:
 
 # %% [markdown]
 # `ride` is the one optimisation. Most prompts begin like an earlier prompt, for thousands of tokens. Walking block
-# by block asks 125 times what one comparison of two arrays can tell. So the first
+# by block asks a question for each of 125 blocks, which one comparison of two arrays can answer. So the first
 # block of a walk remembers it, and the next prompt rides along as far as its tokens are the same.
 # It is exact: a node's name never changes, and nodes that lost their block end the ride.
 #
