@@ -282,9 +282,10 @@ def candidates() -> tuple[dict[str, Callable[[Any, dict[Any, Any]], int]], dict[
 
 
 def key_costs(peer: bool, rounds: int) -> list[dict[str, Any]]:
-    """Microseconds a block to name and look up 128 known blocks, of lists and of int32 arrays.
+    """Microseconds a block to name and look up 128 known blocks, of lists and of int32 arrays; and to name new ones.
 
-    Each round takes a prompt of its own: tokens that were just read would sit in the fastest cache.
+    Each round takes a prompt of its own: tokens that were just read would sit in the fastest cache.  New blocks are
+    named beside all that were named before, from arrays.
     """
     draw = random.Random(3)
     prompts = [draw.choices(range(VOCAB), k=2048) for _ in range(64)]
@@ -311,6 +312,9 @@ def key_costs(peer: bool, rounds: int) -> list[dict[str, Any]]:
             for form, batch in (("lists", prompts), ("arrays", arrays)):
                 table = tables[name]
                 clock(name, form, lambda walk=walk, table=table, batch=batch: [walk(each, table) for each in batch])
+        fresh = [np.array(draw.choices(range(VOCAB), k=2048), np.int32) for _ in prompts]
+        for name, walk in ways.items():
+            clock(name, "new", lambda walk=walk, table=tables[name], batch=fresh: [walk(each, table) for each in batch])
         if peer:
             for request in requests:
                 request.block_hashes.clear()
@@ -381,7 +385,7 @@ def main() -> None:
         workload=f"{BLOCK_SIZE}-token blocks, {POOL} of them, {RUNNING} requests at once, {DECODED} tokens decoded. "
         "shared: 2,000 requests of 2,000 shared + 100 own tokens; agent: 500 sessions x 8 turns behind 3,000 tokens, "
         "40 to 200 new tokens a turn, 128 sessions under way. Tokens as lists. Sweep: other numbers of decoded tokens. "
-        "Keys: 128 known blocks named and looked up; vLLM's row names them only",
+        "Keys: 128 known blocks named and looked up, and new ones named; vLLM's row names known ones only",
         repeats=repeats,
         statistic="median over waves of requests, processor time of the thread, taking turns; x_vllm: median quotient",
         rows=rows,

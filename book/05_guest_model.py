@@ -934,7 +934,7 @@ print("error below tolerance:", report.error < report.tolerance,
 # :class: warning
 # "The cache does not change the numbers." ~~A model gives the same bits whether it is served alone or
 # in a batch.~~ The sums are taken in another order, so the last bits differ; what can be asked for
-# is that they differ by no more than the model differs from itself.
+# is that they differ by a few times what the model differs from itself, and no more.
 # :::
 
 # %% tags=["hide-input"]

@@ -562,15 +562,27 @@ def findable(cache: PrefixCache) -> list[int]:
     return [block for block, node in enumerate(cache.names.named) if node is not None]
 
 
+def named_text(cache: PrefixCache, block: int) -> list[int] | None:
+    """The tokens from the root to the end of `block` that its name stands for."""
+    above, chunks = cache.names.named[block], list[bytes]()
+    if above is None:
+        return None
+    while not isinstance(above, bytes):
+        assert above is not None
+        chunks.insert(0, above.chunk)
+        above = above.parent
+    return np.frombuffer(b"".join(chunks), np.int32).tolist()
+
+
 @pytest.mark.parametrize("seed", range(25))
 def test_what_was_written_before_a_reset_is_never_found(seed: int) -> None:
-    """Samples that branch, chunks, preemption by recompute, resets at any step: by the epochs of the blocks."""
+    """Samples that branch, chunks, preemption by recompute, resets at any step: by epochs and by whole texts."""
     rng = np.random.default_rng(seed)
     manager = BlockManager(int(rng.integers(16, 40)), 4, 8, 64)
     cache = PrefixCache(manager.pool, 4)
     scheduler = Scheduler(manager, cache, token_budget=int(rng.integers(5, 30)))
     for _ in range(6):
-        prompt = rng.integers(0, 3, rng.integers(1, 20))
+        prompt = rng.integers(0, 3, rng.integers(1, 30))
         scheduler.submit(Request(prompt, int(rng.integers(1, 12)), n=int(rng.integers(1, 4))))
     before: np.ndarray[Any, Any] = np.full(manager.pool.num_blocks, -1)
     while (plan := scheduler.schedule()) is not None:
@@ -581,6 +593,13 @@ def test_what_was_written_before_a_reset_is_never_found(seed: int) -> None:
         scheduler.commit(plan, rng.integers(0, 3, len(plan.sample_rows)))
         blocks = findable(cache)
         assert (manager.pool.epoch[blocks] > before[blocks]).all(), "K/V from before the reset"
+        home = scheduler.home
+        for row in home.running.tolist():
+            full = int(manager.tables.seq_lens[row]) // 4  # a tail may be another's, up to where they part
+            for index, block in enumerate(manager.tables.ids(row)[:full]):
+                text = named_text(cache, block)
+                whole = home.rows.tokens[row, : 4 * index + 4].tolist()
+                assert text is None or text == whole, f"block {block}: its name leaves out what stands before it"
         scheduler.check()
 
 

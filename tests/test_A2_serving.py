@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -15,7 +16,7 @@ pytest.importorskip("typer")
 pytest.importorskip("transformers")
 from typer.testing import CliRunner
 
-from paged_kv import cli, serve_options
+from paged_kv import bench_run, cli, serve_options
 from paged_kv.engine import Engine
 from paged_kv.model_source import load_model
 
@@ -142,6 +143,29 @@ def test_a_bench_writes_a_whole_report(tmp_path: Path) -> None:
     assert report["hit_rate"] > 0
 
 
+def test_an_interrupted_bench_reports_what_was_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, steps = bench_run.Bench.step, itertools.count()
+
+    def interrupted(self: Any) -> None:
+        if next(steps) == 6:
+            raise KeyboardInterrupt
+        step(self)
+
+    monkeypatch.setattr(bench_run.Bench, "step", interrupted)
+    file = tmp_path / "report.json"
+    done = run("bench", *SMALL, "--json", str(file))
+    assert done.exit_code == 0, done.output
+    report = json.loads(file.read_text())
+    assert report["submitted"] == 6
+    assert 0 < report["output_tokens"]
+    assert report["finished"] < 6
+
+
+def test_a_bench_says_that_it_runs_and_a_watch_shows_it() -> None:
+    assert "serving 6 requests" in run("bench", *SMALL).stderr
+    assert "serving" not in run("watch", *SMALL, "--rate", "50").stderr
+
+
 def test_a_trace_and_a_closed_load_and_questions_run(tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,40,5\n2023-11-16 18:15:47,40,5\n")
@@ -173,13 +197,7 @@ BAD = [
     (("generate", "a", "--top-p", "2"), "top_p = 2"),
     (("generate", "a", "--max-new-tokens", "0"), "max_new_tokens"),
     (("generate", "a", "--beams", "2", "--temperature", "1"), "beam"),
-    (
-        (
-            "generate",
-            "x" * 3000,
-        ),
-        "prompt",
-    ),
+    (("generate", "x" * 3000), "prompt"),
     (("generate", "a", "--stop", ""), "stop"),
     (("generate", "a", "--model", "random:huge"), "random:huge"),
     (("generate", "a", "--memory", "1GiB"), "memory, num_blocks"),

@@ -58,9 +58,7 @@ def test_a_module_as_if_written_by_hand(book: TinyBook) -> None:
         "    return math.ceil(x/2)  # not down\n",
         reopened("@property\ndef num_free(self) -> int:\n    return half(len(self.free))", "# Counts.\n"),
     )
-    assert (
-        text
-        == '''\
+    assert text == '''\
 # Exported from book/03_pool.py by tools/export.py; edit the chapter, not this file.
 """Block ids."""
 
@@ -93,7 +91,6 @@ def half(x: int) -> int:
     # Rounded up.
     return math.ceil(x / 2)  # not down
 '''
-    )
 
 
 def test_comments_and_strings_of_a_later_body_stay_as_they_are(book: TinyBook) -> None:

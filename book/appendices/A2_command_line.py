@@ -778,12 +778,8 @@ def bench_command(
         run_bench(asked, context.info_name == "watch")
 
 # %% tags=["export:bench_cli"]
-def run_through(bench: Any, key: StopKey, seconds: float) -> None:
+def run_through(bench: Any, key: StopKey) -> None:
     """Step until the load is served or somebody stops it, by q or an interrupt."""
-    if not bench.done:
-        until = "" if math.isinf(seconds) else f", {seconds:g} s at most"
-        said = f"serving {len(bench.load.requests)} requests{until}; --plain shows a line a second"
-        typer.echo(said, err=True)
     with suppress(KeyboardInterrupt):
         while not (bench.done or key.asked):
             bench.step()
@@ -810,7 +806,10 @@ def run_bench(asked: dict[str, Any], watched: bool) -> None:
         if watched or asked["plain"]:
             plain = asked["plain"] or not sys.stdout.isatty()
             watch_bench(bench, plain, lambda: key.asked)
-        run_through(bench, key, asked["seconds"])
+        else:
+            said = f"serving {len(load.requests)} requests; --plain shows a line a second"
+            typer.echo(said, err=True)
+        run_through(bench, key)
     report = bench_report(bench)
     print_rows(f"{asked['model_name']}: {load.name}", bench_rows(report))
     if bench.first_refusal:
